@@ -1,0 +1,124 @@
+"""Files that are whole or absent: atomic writes, checksums, locks that outlive no process."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from gma_bench.errors import UserError
+
+CHUNK_BYTES = 1 << 20
+
+
+def sha256_file(path: Path | str) -> str:
+    """Hex digest of a file's bytes, read in blocks."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(CHUNK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_tree(path: Path | str) -> str:
+    """Hex digest of a file, or of every file below a folder with its relative name, in order."""
+    path = Path(path)
+    if path.is_file():
+        return sha256_file(path)
+    digest = hashlib.sha256()
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        digest.update(f"{file.relative_to(path)}\0{sha256_file(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def write_atomic(path: Path | str, content: bytes | str | Callable[[BinaryIO], object]) -> Path:
+    """Write a file whole or not at all: temporary file beside it, fsync, rename.
+
+    Args:
+        path: where; parent folders are made.
+        content: bytes, text (UTF-8), or a function that writes to the open binary file.
+
+    Raises:
+        UserError: the disk is full or the folder is not writable; nothing is left behind.
+    """
+    path = Path(path)
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        temporary = None
+        _fsync_folder(path.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+    return path
+
+
+def _fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(path: Path | str, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock file ``<path>.lock`` while the body runs.
+
+    The lock is the kernel's (``flock``, which Linux carries over NFS as well): it ends with the
+    process that holds it, however that ends, so there is no stale lock to judge.
+
+    Args:
+        path: what is guarded.
+        wait: wait for the lock; otherwise yield ``False`` at once when somebody else holds it.
+
+    Yields:
+        Whether the lock is held.
+    """
+    lock = Path(f"{path}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = open(lock, "a+")  # noqa: SIM115 - closed below, after the unlock
+    except OSError as error:
+        raise UserError(f"cannot lock {path}: {error.strerror or error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def require_disk(path: Path | str, needed_bytes: int, purpose: str) -> None:
+    """Raise a UserError when the file system that holds ``path`` has less than ``needed_bytes`` free."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise UserError(
+            f"{purpose} needs about {needed_bytes / 2**20:,.0f} MiB and {folder} has "
+            f"{free / 2**20:,.0f} MiB free. Free some space, or point results_dir or cache_dir elsewhere"
+        )
