@@ -64,7 +64,9 @@ def record_path(results_dir: Path | str, scale: str, run_id: str) -> Path:
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write a record whole or not at all. NaN and infinity become null: JSON has none."""
-    write_atomic(path, json.dumps(_finite(record), indent=1, sort_keys=False, allow_nan=False) + "\n")
+    write_atomic(
+        path, json.dumps(_finite(record), indent=1, sort_keys=False, allow_nan=False) + "\n"
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -103,9 +105,23 @@ def _problem(record: Any, path: Path) -> str | None:
     if record.get("run_id") != path.stem or not RUN_ID.fullmatch(path.stem):
         return f"run_id {record.get('run_id')!r} does not match the file's name"
     kinds: dict[str, type | tuple[type, ...]] = {
-        "task": str, "mixer": str, "scale": str, "seed": int, "config": dict, "config_hash": str,
-        "metric": str, "split": str, "metrics": dict, "rows": list, "curves": dict, "data": dict,
-        "duration_s": (int, float), "command": str, "git": dict, "versions": dict, "machine": dict,
+        "task": str,
+        "mixer": str,
+        "scale": str,
+        "seed": int,
+        "config": dict,
+        "config_hash": str,
+        "metric": str,
+        "split": str,
+        "metrics": dict,
+        "rows": list,
+        "curves": dict,
+        "data": dict,
+        "duration_s": (int, float),
+        "command": str,
+        "git": dict,
+        "versions": dict,
+        "machine": dict,
     }
     for key, kind in kinds.items():
         if not isinstance(record.get(key), kind):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lightning as L
+import numpy as np
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
+
+from gma_bench.loading import EvaluationBatches, TrainingBatches
 
 Batch = dict[str, Tensor]
 """``tokens (B, N)`` int64, ``mask (B, N)`` bool with True = a real token, ``target`` (as the task says)."""
@@ -16,7 +21,18 @@ Batch = dict[str, Tensor]
 class Task(L.LightningDataModule):
     """A data set with a loss and metrics. The training loop knows tasks only through this.
 
-    After :meth:`setup` the attributes below are set and the three dataloaders work.
+    A task builds or reads its data in :meth:`prepare_data` (one process, into the cache), and in
+    :meth:`setup` sets :attr:`splits` and the attributes below. The data depend on the task's own
+    settings only, never on the run's seed.
+
+    Args:
+        batch_size: examples a training batch, over all ranks.
+        eval_batch_size: examples an evaluation batch and rank; changes no metric.
+        num_batches: training batches in the whole run.
+        num_workers: loader processes; 0 loads in the training process.
+        order_seed: fixes the order of training examples.
+        bucket_by_length: draw batches of about one length each (where the task knows lengths).
+        cache_dir: where prepared data lie.
     """
 
     causal: ClassVar[bool] = False
@@ -25,8 +41,12 @@ class Task(L.LightningDataModule):
     """``sequence``: one output vector a sequence (classification); ``token``: one a position."""
     metric: ClassVar[str] = "accuracy"
     """The metric that tables show and that selects the checkpoint on validation."""
+    split: ClassVar[str] = "test"
+    """The split whose figure tables show."""
     higher_is_better: ClassVar[bool] = True
 
+    splits: dict[str, Dataset[Any]]
+    """``train``, ``val``, ``test``: map-style, with ``__len__`` and ``__getitem__``."""
     vocab_size: int
     """Number of token ids, padding and special ones included."""
     num_outputs: int
@@ -36,18 +56,93 @@ class Task(L.LightningDataModule):
     fingerprint: str
     """A digest of the data as it is fed (hex); stands in the record."""
 
+    def __init__(
+        self,
+        *,
+        batch_size: int = 32,
+        eval_batch_size: int = 64,
+        num_batches: int = 1,
+        num_workers: int = 0,
+        order_seed: int = 0,
+        bucket_by_length: bool = False,
+        cache_dir: str | Path = ".cache/gma_bench",
+    ) -> None:
+        super().__init__()
+        self.batch_size, self.eval_batch_size, self.num_batches = (
+            batch_size, eval_batch_size, num_batches,
+        )  # fmt: skip
+        self.num_workers, self.order_seed = num_workers, order_seed
+        self.bucket_by_length, self.cache_dir = bucket_by_length, Path(cache_dir)
+
+    @abstractmethod
     def description(self) -> dict[str, Any]:
         """What the data is, for the record: ``source``, ``name``, sizes, label shares, …  JSON-ready."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def collate(self, examples: list[Any]) -> Batch:
+        """Pad examples of a split to one batch, as long as the longest of them."""
 
     @abstractmethod
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
         """The mean training loss of a batch, over examples or over predicted tokens. Scalar."""
 
     @abstractmethod
-    def new_metrics(self) -> dict[str, Metric]:
-        """Fresh metrics for one split, keyed by name; :attr:`metric` among them."""
+    def new_metrics(self, split: str) -> dict[str, Metric]:
+        """Fresh metrics for a split, keyed by name; :attr:`metric` among them."""
 
     @abstractmethod
     def update(self, metrics: dict[str, Metric], logits: Tensor, batch: Batch) -> None:
         """Add a batch to metrics that :meth:`new_metrics` made. Sums, never means of batch means."""
+
+    def compute(self, metrics: dict[str, Metric]) -> dict[str, float]:
+        """The figures of a split after its last batch, over all ranks."""
+        return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+    def lengths(self, split: str) -> np.ndarray | None:
+        """Sequence length of each example of a split, where the task knows it cheaply."""
+        return None
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        trainer = self.trainer
+        accumulate = trainer.accumulate_grad_batches if trainer else 1
+        batches = TrainingBatches(
+            len(self.splits["train"]),  # type: ignore[arg-type]
+            self.batch_size,
+            self.num_batches,
+            self.order_seed,
+            start=trainer.global_step * accumulate if trainer else 0,
+            rank=trainer.global_rank if trainer else 0,
+            world_size=trainer.world_size if trainer else 1,
+            lengths=self.lengths("train") if self.bucket_by_length else None,
+        )
+        return self._loader("train", batches)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self.evaluation_dataloader("val")
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        return self.evaluation_dataloader("test")
+
+    def evaluation_dataloader(self, split: str) -> DataLoader[Batch]:
+        """Every example of a split once, over all ranks together."""
+        batches = EvaluationBatches(
+            len(self.splits[split]),  # type: ignore[arg-type]
+            self.eval_batch_size,
+            rank=self.trainer.global_rank if self.trainer else 0,
+            world_size=self.trainer.world_size if self.trainer else 1,
+            lengths=self.lengths(split) if self.bucket_by_length else None,
+        )
+        return self._loader(split, batches)
+
+    def _loader(
+        self, split: str, batches: TrainingBatches | EvaluationBatches
+    ) -> DataLoader[Batch]:
+        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(
+            self.splits[split],
+            batch_sampler=batches,
+            collate_fn=self.collate,
+            num_workers=self.num_workers,
+            pin_memory=on_cuda,
+            persistent_workers=self.num_workers > 0,
+        )
