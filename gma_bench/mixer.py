@@ -78,6 +78,12 @@ class Mixer(nn.Module):
         """One token of a causal sequence: ``(B, d_model)`` and a state to ``(B, d_model)`` and the next."""
         raise NotImplementedError
 
+    def tie(self, first: Mixer) -> None:
+        """Share parameters with the first layer's mixer, for mixers that do so by their setting.
+
+        The backbone calls it on every later layer's mixer; by default nothing is shared.
+        """
+
     def split_heads(self, x: Tensor) -> Tensor:
         """``(B, N, H·d) -> (B, H, N, d)``."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -105,4 +111,4 @@ def zero_masked(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the rows of ``x (B, N, …)`` that ``mask (B, N)`` calls padding."""
     if mask is None:
         return x
-    return torch.where(mask.unflatten(-1, (-1, *[1] * (x.dim() - 2))), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(mask.unflatten(-1, (-1, *[1] * (x.dim() - 2))), x, x.new_zeros(()))
