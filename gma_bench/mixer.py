@@ -28,8 +28,8 @@ class Mixer(nn.Module):
             on it refuse longer ones; the others ignore it.
 
     Raises:
-        SettingError: ``d_model`` is not divisible by ``num_heads``; ``causal=True`` for a mixer that
-            has no causal form.
+        SettingError: ``d_model`` is not divisible by ``num_heads``; ``causal=True`` for a mixer
+            that has no causal form.
     """
 
     supports_causal: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token of a causal sequence: ``(B, d_model)`` and a state to ``(B, d_model)`` and the next."""
+        """One token of a causal sequence, ``(B, d_model)`` in and out, and the next state."""
         raise NotImplementedError
 
     def tie(self, first: Mixer) -> None:
