@@ -114,8 +114,11 @@ class GaussianMixtureAttention(Mixer):
         Returns:
             ``(B, H, N, K)``; rows sum to one.
         """
-        projection = {"query": self.q_proj, "key": self.k_proj}[which]
-        return ops.responsibilities(self._route(projection, x), *self._mixture())
+        return ops.responsibilities(self.routing(x, which), *self._mixture())
+
+    def routing(self, x: Tensor, which: Literal["query", "key"] = "key") -> Tensor:
+        """Routing vectors of each position, ``(B, N, d_model) -> (B, H, N, d_r)``; see above."""
+        return self._route({"query": self.q_proj, "key": self.k_proj}[which], x)
 
     def forward(
         self,
