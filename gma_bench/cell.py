@@ -1,0 +1,178 @@
+"""Running one cell: from a checked configuration to one record, whatever happens on the way."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, open_dict
+
+from gma_bench import provenance
+from gma_bench.config import compose, config_hash, group_hash, import_target, resolved, run_id
+from gma_bench.errors import UserError
+from gma_bench.results import (
+    SCHEMA,
+    BrokenRecord,
+    Outcome,
+    read_record,
+    record_path,
+    write_record,
+)
+from gma_bench.store import locked, require_disk
+
+Record = dict[str, Any]
+
+
+def finished_record(path: Path) -> Record | None:
+    """The record at ``path`` when it stands: valid, and of a run that ended (well, or diverged)."""
+    try:
+        record = read_record(path)
+    except BrokenRecord as error:
+        if path.exists():
+            print(f"record not believed, running again: {error}", file=sys.stderr)
+        return None
+    return record if record["status"] in ("finished", "diverged") else None
+
+
+def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
+    """Run the cell that ``overrides`` describe, unless its record is there already.
+
+    Args:
+        overrides: as on the command line.
+        keep_failure: turn any error into a record with status ``failed`` (in sweeps). Otherwise a
+            user's mistake is raised and writes nothing.
+
+    Returns:
+        The record; ``record["skipped"]`` tells that it was there before.
+    """
+    config = compose(overrides)
+    plain = resolved(config)
+    name = run_id(plain)
+    path = record_path(config.results_dir, config.scale.name, name)
+    if not config.rerun and (record := finished_record(path)):
+        return record | {"skipped": True}
+    require_disk(config.results_dir, 32 << 20, "a run")
+    with locked(path.parent.parent / "locks" / name):
+        # Somebody else may have finished it while this process waited.
+        if not config.rerun and (record := finished_record(path)):
+            return record | {"skipped": True}
+        record = _run(config, plain, name, overrides, keep_failure)
+        write_record(path, record)
+    return record
+
+
+def _run(
+    config: DictConfig, plain: Record, name: str, overrides: Sequence[str], keep_failure: bool
+) -> Record:
+    with open_dict(config):
+        config.run_id = name
+        config.output_dir = str(Path(config.results_dir) / config.scale.name / "artifacts" / name)
+        config.resolved = plain
+    record = _before(config, plain, name, overrides)
+    started = time.monotonic()
+    outcome, error = Outcome(metric="", split="none"), None
+    try:
+        procedure: Callable[[DictConfig], Outcome] = import_target(config.task.procedure)
+        outcome = procedure(config)
+        status = "finished"
+    except Exception as problem:
+        if isinstance(problem, UserError) and not keep_failure:
+            raise
+        status = "diverged" if type(problem).__name__ == "Diverged" else "failed"
+        error = {
+            "type": type(problem).__name__,
+            "message": str(problem),
+            "step": getattr(problem, "step", None),
+            "traceback": None if isinstance(problem, UserError) else traceback.format_exc(),
+        }
+    return record | {
+        "status": status,
+        **vars(outcome),
+        "duration_s": time.monotonic() - started,
+        "machine": provenance.machine(_device_name(config), config.trainer.num_threads),
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "error": error,
+    }
+
+
+def _before(config: DictConfig, plain: Record, name: str, overrides: Sequence[str]) -> Record:
+    """What a record says before the run: who it is and where it comes from."""
+    return {
+        "schema": SCHEMA,
+        "run_id": name,
+        "status": None,
+        "task": config.task.name,
+        "mixer": config.mixer.name,
+        "scale": config.scale.name,
+        "seed": config.seed,
+        "config": plain,
+        "config_hash": config_hash(plain),
+        "group_hash": group_hash(plain),
+        "command": provenance.command(_complete(overrides, config)),
+        "git": provenance.git(),
+        "versions": provenance.versions(),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _complete(overrides: Sequence[str], config: DictConfig) -> list[str]:
+    """The overrides with the choices that were left to their defaults spelled out."""
+    named = {o.partition("=")[0] for o in overrides}
+    given = list(overrides)
+    if "mixer" not in named and "mixer._target_" not in named:
+        given.append(f"mixer={config.mixer.name}")
+    for key, value in (
+        ("task", config.task.name), ("scale", config.scale.name), ("seed", config.seed),
+    ):  # fmt: skip
+        if key not in named:
+            given.append(f"{key}={value}")
+    return given
+
+
+def _device_name(config: DictConfig) -> str | None:
+    """The accelerator's name, or None for the CPU. A failed import says None."""
+    torch = sys.modules.get("torch")
+    if torch is None or config.trainer.accelerator == "cpu":
+        return None
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return "Apple GPU" if torch.backends.mps.is_available() else None
+
+
+def run_job(config: DictConfig) -> float | None:
+    """What a Hydra launcher calls for each job of a sweep. Returns the figure, for sweepers.
+
+    The job's overrides are composed anew: launchers carry them from process to process, and a
+    cell must not depend on which of them it ran under.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    overrides = list(HydraConfig.get().overrides.task)
+    record = run_cell(overrides)
+    report_cell(record)
+    value = record.get("value")
+    return value if value is None else float(value)
+
+
+def report_cell(record: Record) -> None:
+    """One line on a cell that ended."""
+    print(describe(record), flush=True)
+
+
+def describe(record: Record) -> str:
+    """``listops gma s0: test accuracy 0.41 (38 s)``, or what went wrong."""
+    name = f"{record['task']} {record['mixer']} seed {record['seed']} [{record['run_id'][-12:]}]"
+    if record["status"] != "finished":
+        return f"{name}: {record['status']}: {record['error']['message'].splitlines()[0]}"
+    figure = "done" if record["value"] is None else (
+        f"{record['split']} {record['metric']} {record['value']:.4g}"
+    )  # fmt: skip
+    when = "already finished, skipped" if record.get("skipped") else f"{record['duration_s']:.0f} s"
+    return f"{name}: {figure} ({when})"
+
+

@@ -1,0 +1,304 @@
+"""Composing and checking a cell's configuration. Imports no torch: an error answers at once."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigLoadError
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from gma_bench.errors import SettingError, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+GROUPS = ("task", "mixer", "scale", "trainer", "logger")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
+
+
+def choices(group: str) -> list[str]:
+    """The names that a group of ``conf/`` offers."""
+    return sorted(p.stem for p in (CONF / group).glob("*.yaml"))
+
+
+def new_loader() -> ConfigLoaderImpl:
+    """A loader of ``conf/`` that touches no global state of Hydra's."""
+    from hydra.core.plugins import Plugins
+
+    Plugins.instance()  # registers launchers and sweepers
+    return ConfigLoaderImpl(create_config_search_path(str(CONF)))
+
+
+def compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
+    """The checked configuration of one cell.
+
+    Args:
+        overrides: as on the command line (``["task=listops", "model.d_model=128"]``).
+        with_hydra: keep Hydra's own node (launchers need it).
+
+    Raises:
+        SettingError, UserError: an unknown name or key, or a value that is not allowed.
+    """
+    overrides = with_external_mixer(overrides)
+    try:
+        config = new_loader().load_configuration("config", list(overrides), RunMode.RUN)
+    except (HydraException, ConfigLoadError, OmegaConfBaseException) as error:
+        raise _explain(error, overrides) from None
+    check(config)
+    if not with_hydra:
+        with open_dict(config):
+            del config["hydra"]
+    return config
+
+
+def with_external_mixer(overrides: Sequence[str]) -> list[str]:
+    """Let ``mixer._target_=my_package.MyMixer`` stand for a mixer of its own, not for a changed GMA."""
+    names = {o.split("=")[0].lstrip("+~") for o in overrides}
+    if "mixer._target_" in names and "mixer" not in names:
+        return ["mixer=external", *overrides]
+    return list(overrides)
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
+    """Hydra's complaint in one line: what, what is allowed, what to write instead."""
+    text = str(error)
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key in (*GROUPS, "hydra/launcher") and f"{key}/" in text and value not in choices(key):
+            names = choices(key)
+            return SettingError(
+                key, value, f"must be one of {', '.join(names)}", f"{key}={_nearest(value, names)}"
+            )
+    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
+    if unknown:
+        return _unknown_key(unknown[1] or unknown[2], overrides)
+    return UserError(" ".join(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def _unknown_key(key: str, overrides: Sequence[str]) -> UserError:
+    spelled = next((o for o in overrides if o.partition("=")[0] == key), f"{key}=…")
+    known = list(_keys(new_loader().load_configuration("config", _group_choices(overrides), RunMode.RUN)))
+    parent = key.rpartition(".")[0]
+    siblings = [k for k in known if k.rpartition(".")[0] == parent] or known
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not close and parent:  # right leaf, wrong node
+        close = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    fix = f"{close[0]}={spelled.partition('=')[2]}" if close else f"{siblings[0]}=…"
+    return SettingError(
+        key, spelled.partition("=")[2], f"no such setting; there are {', '.join(siblings)}", fix
+    )
+
+
+def _group_choices(overrides: Sequence[str]) -> list[str]:
+    chosen = [o.partition("=") for o in overrides]
+    return [f"{k}={v}" for k, _, v in chosen if k in GROUPS and v in choices(k)]
+
+
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        if prefix == "" and key in ("hydra", "scale", "tuned"):
+            continue
+        if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, str(key)):
+            yield f"{prefix}{key}"
+        elif isinstance(config[key], DictConfig):
+            yield from _keys(config[key], f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _nearest(value: str, names: Sequence[str]) -> str:
+    return (difflib.get_close_matches(value, names, n=1, cutoff=0.0) or [names[0]])[0]
+
+
+# --- what a value may be ---------------------------------------------------------------------
+
+Rule = tuple[str, Callable[[Any], bool], str, Any]
+
+
+def _integer(low: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
+
+
+def _number(low: float, high: float = float("inf"), *, open_low: bool = False) -> Callable[[Any], bool]:
+    return lambda v: (
+        isinstance(v, int | float)
+        and not isinstance(v, bool)
+        and (low < v if open_low else low <= v)
+        and v <= high
+    )
+
+
+POSITIVE = "must be a whole number of at least 1"
+RULES: list[Rule] = [
+    ("seed", _integer(0), "must be a whole number of at least 0", 0),
+    ("model.d_model", _integer(1), POSITIVE, 64),
+    ("model.num_layers", _integer(1), POSITIVE, 2),
+    ("model.num_heads", _integer(1), POSITIVE, 2),
+    ("model.mlp_ratio", _number(0, open_low=True), "must be above 0", 2),
+    ("model.dropout", _number(0, 0.999), "must be at least 0 and below 1", 0.0),
+    ("model.positions", lambda v: v in ("learned", "sinusoidal", "none"),
+     "must be learned, sinusoidal or none", "learned"),
+    ("model.pooling", lambda v: v in ("mean", "cls"), "must be mean or cls", "mean"),
+    ("training.steps", _integer(1), POSITIVE, 100),
+    ("training.batch_size", _integer(1), POSITIVE, 32),
+    ("training.accumulate", _integer(1), POSITIVE, 1),
+    ("training.eval_batch_size", _integer(1), POSITIVE, 64),
+    ("training.evaluations", _integer(1), POSITIVE, 5),
+    ("training.optimizer", lambda v: v in ("adamw",), "must be adamw", "adamw"),
+    ("training.lr", _number(0, open_low=True), "must be above 0", 0.001),
+    ("training.weight_decay", _number(0), "must be at least 0", 0.01),
+    ("training.warmup", _number(0, 1), "must lie between 0 and 1", 0.1),
+    ("training.schedule", lambda v: v in ("cosine", "linear", "constant"),
+     "must be cosine, linear or constant", "cosine"),
+    ("training.final_lr", _number(0, 1), "must lie between 0 and 1", 0.1),
+    ("training.clip", _number(0), "must be at least 0 (0 does not clip)", 1.0),
+    ("training.num_workers", _integer(0), "must be a whole number of at least 0", 0),
+    ("training.checkpoint_minutes", _number(0), "must be at least 0", 10),
+    ("training.log_every", _integer(1), POSITIVE, 10),
+    ("trainer.num_threads", _integer(1), POSITIVE, 1),
+    ("mixer.num_components", _integer(1), POSITIVE, 64),
+    ("mixer.routing_dim", _integer(1), POSITIVE, 32),
+    ("mixer.num_features", _integer(1), POSITIVE, 64),
+    ("mixer.variance_floor", _number(0, open_low=True), "must be above 0", 0.001),
+    ("task.max_length", _integer(1), POSITIVE, 512),
+    ("task.min_length", _integer(0), "must be a whole number of at least 0", 16),
+    ("task.source", lambda v: v in ("embedded", "local", "hub"),
+     "must be embedded, local or hub", "embedded"),
+    ("task.data_seed", _integer(0), "must be a whole number of at least 0", 0),
+]  # fmt: skip
+
+
+def check(config: DictConfig) -> None:
+    """Check every value of a composed configuration that can be judged without building anything.
+
+    Raises:
+        SettingError: the first that is not allowed.
+    """
+    for setting, allowed, words, example in RULES:
+        value = _select(config, setting)
+        if value is not None and not allowed(value):
+            raise SettingError(setting, value, words, f"{setting}={example}")
+    _check_together(config)
+    for key in ("task.name", "mixer.name", "scale.name"):
+        name = _select(config, key)
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise SettingError(key, name, "may hold letters, digits, _ and . only", f"{key}=mine")
+
+
+def _check_together(config: DictConfig) -> None:
+    d_model, heads = _select(config, "model.d_model"), _select(config, "model.num_heads")
+    if d_model and heads and d_model % heads:
+        divisors = [h for h in range(1, d_model + 1) if d_model % h == 0]
+        nearest = min(divisors, key=lambda h: abs(h - heads))
+        raise SettingError(
+            "model.num_heads", heads, f"must divide model.d_model={d_model}",
+            f"model.num_heads={nearest}",
+        )  # fmt: skip
+    low, high = _select(config, "task.min_length"), _select(config, "task.max_length")
+    if low is not None and high is not None and high < low:
+        raise SettingError(
+            "task.max_length", high, f"must be at least task.min_length={low}",
+            f"task.max_length={max(2 * low, 16)}",
+        )  # fmt: skip
+    if _select(config, "task.source") == "local" and not _select(config, "task.data_dir"):
+        raise SettingError(
+            "task.data_dir", None, "task.source=local reads a folder", "task.data_dir=/path/to/data"
+        )
+    batch, parts = _select(config, "training.batch_size"), _select(config, "training.accumulate")
+    if batch and parts and batch % parts:
+        raise SettingError(
+            "training.accumulate", parts, f"must divide training.batch_size={batch}",
+            "training.accumulate=1",
+        )  # fmt: skip
+    form, forms = _select(config, "task.form"), _select(config, "mixer.forms")
+    if form and forms and form not in forms:
+        mixer = _select(config, "mixer.name")
+        raise SettingError(
+            "mixer", mixer, f"has no {form} form, which task={config.task.name} needs"
+            + (f" ({config.mixer.forms_reason})" if "forms_reason" in config.mixer else ""),
+            "mixer=gma",
+        )  # fmt: skip
+
+
+def _select(config: DictConfig, key: str) -> Any:
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{key} cannot be resolved: {first}") from None
+
+
+# --- what a run is called --------------------------------------------------------------------
+
+IDENTITY = ("task", "mixer", "model", "training", "trainer")
+NOT_IDENTITY = {
+    "training": ("checkpoint_minutes", "num_workers", "log_every"),
+    "task": ("data_dir",),
+}
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """The part of a configuration that decides a run's figures, resolved to plain values.
+
+    Paths, logging and launcher are left out; a local data folder is named by the digest of what it
+    holds, so that changed data never reuse an old record.
+    """
+    from gma_bench.store import sha256_tree
+
+    plain: dict[str, Any] = {"scale": config.scale.name, "seed": config.seed}
+    for node in IDENTITY:
+        if node == "training" and not is_trained(config):
+            continue
+        values = OmegaConf.to_container(config[node], resolve=True)
+        assert isinstance(values, dict)
+        plain[node] = {str(k): v for k, v in values.items() if k not in NOT_IDENTITY.get(node, ())}
+    data_dir = _select(config, "task.data_dir")
+    if data_dir:
+        if not Path(data_dir).exists():
+            raise SettingError("task.data_dir", data_dir, "no such folder", "task.source=embedded")
+        plain["task"]["data_dir_sha256"] = sha256_tree(data_dir)
+    return plain
+
+
+def is_trained(config: DictConfig) -> bool:
+    """Whether the cell trains a model (its scale gives it steps)."""
+    return _select(config, "training.steps") is not None
+
+
+def config_hash(plain: dict[str, Any]) -> str:
+    """Hex SHA-256 of a resolved configuration."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def group_hash(plain: dict[str, Any]) -> str:
+    """The hash of what a run shares with its other seeds; runs that differ in it are not averaged."""
+    return config_hash({k: v for k, v in plain.items() if k != "seed"})
+
+
+def run_id(plain: dict[str, Any]) -> str:
+    """``<task>-<mixer>-s<seed>-<hash>``."""
+    task, mixer = plain["task"]["name"], plain["mixer"]["name"]
+    return f"{task}-{mixer}-s{plain['seed']}-{config_hash(plain)[:12]}"
+
+
+def import_target(path: str) -> Callable[..., Any]:
+    """The function that a dotted path names."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingError(
+            "task.procedure", path, f"must be an importable function ({error})",
+            "task.procedure=gma_bench.training.train",
+        ) from error  # fmt: skip

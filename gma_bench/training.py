@@ -1,0 +1,500 @@
+"""Training a cell: one Lightning module for every task, and the procedure around it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import Logger, WandbLogger
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gma_bench.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
+from gma_bench.errors import SettingError
+from gma_bench.model import SequenceModel, build_model, count_parameters
+from gma_bench.results import Outcome
+from gma_bench.store import require_disk
+from gma_bench.task import Batch, Task
+
+NOT_TASK_ARGUMENTS = ("name", "procedure", "form")
+
+
+class Diverged(Exception):
+    """The loss became NaN or infinite."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        self.step, self.loss = step, loss
+        super().__init__(f"loss {loss} at step {step}")
+
+
+class Stopped(BaseException):
+    """The run was asked to stop; its resume point is on disk. Not an Exception: nothing swallows it."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+
+
+def build_task(config: DictConfig) -> Task:
+    """The task of a cell, its data prepared and set up."""
+    training = config.training
+    world_size = max(1, config.trainer.devices) if isinstance(config.trainer.devices, int) else 1
+    if training.batch_size % (world_size * training.accumulate):
+        raise SettingError(
+            "training.batch_size", training.batch_size,
+            f"must be a multiple of devices × accumulate = {world_size * training.accumulate}",
+            f"training.batch_size={world_size * training.accumulate * 8}",
+        )  # fmt: skip
+    own = {k: v for k, v in config.task.items() if k not in NOT_TASK_ARGUMENTS}
+    task: Task = instantiate(
+        own,
+        batch_size=training.batch_size // training.accumulate,
+        eval_batch_size=training.eval_batch_size,
+        num_batches=training.steps * training.accumulate,
+        num_workers=training.num_workers,
+        order_seed=config.seed,
+        bucket_by_length=training.bucket_by_length,
+        cache_dir=config.cache_dir,
+    )
+    task.prepare_data()
+    task.setup("fit")
+    return task
+
+
+class Trainee(L.LightningModule):
+    """A model on a task. All that is particular to the task is the task's own.
+
+    Attributes:
+        curves: ``step, train_loss, lr`` and ``val_step, val_<metric>`` so far; kept in checkpoints.
+        tokens, seconds: real tokens trained on, and the time that took, validation left out.
+    """
+
+    def __init__(self, model: SequenceModel, task: Task, training: DictConfig) -> None:
+        super().__init__()
+        self.model, self.training_config = model, training
+        self.task = task
+        self.curves: dict[str, list[float]] = {"step": [], "train_loss": [], "lr": [], "val_step": []}
+        self.test_figures: dict[str, float] = {}
+        self.tokens, self.seconds = 0, 0.0
+        self._pending: list[tuple[int, Tensor]] = []
+        self._split_metrics = nn.ModuleDict()
+        self._started = 0.0
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.model(tokens, mask)
+
+    # --- training ---
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self._started = time.perf_counter()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.task.loss(self.model(batch["tokens"], batch["mask"]), batch)
+        self._pending.append((self.global_step + 1, loss.detach()))
+        self.tokens += int(batch["mask"].sum())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.seconds += time.perf_counter() - self._started
+        if len(self._pending) >= self.training_config.log_every or self.device.type == "cpu":
+            self._flush_losses()
+
+    def _flush_losses(self) -> None:
+        """Look at the losses since the last look (a device is asked once, not every step)."""
+        for step, loss in zip(
+            [s for s, _ in self._pending],
+            torch.stack([x for _, x in self._pending]).tolist() if self._pending else [],
+            strict=True,
+        ):
+            if not math.isfinite(loss):
+                raise Diverged(step, loss)
+            if step % self.training_config.log_every == 0 and step not in self.curves["step"][-1:]:
+                self.curves["step"].append(step)
+                self.curves["train_loss"].append(loss)
+                rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+                self.curves["lr"].append(rate)
+                for logger in self.loggers:
+                    logger.log_metrics({"train/loss": loss, "train/lr": rate}, step=step)
+        self._pending.clear()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        training = self.training_config
+        decayed, plain = [], []
+        for parameter in self.model.parameters():
+            exempt = parameter.dim() < 2 or getattr(parameter, "_no_weight_decay", False)
+            (plain if exempt else decayed).append(parameter)
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": training.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=training.lr,
+            betas=tuple(training.betas),
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def _rate(self, step: int) -> float:
+        """Share of the peak rate at a step: linear warm-up, then the schedule."""
+        training = self.training_config
+        warmup = max(1, round(training.warmup * training.steps))
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, training.steps - warmup))
+        if training.schedule == "constant":
+            return 1.0
+        shape = 0.5 * (1 + math.cos(math.pi * done)) if training.schedule == "cosine" else 1 - done
+        return training.final_lr + (1 - training.final_lr) * shape
+
+    # --- evaluation ---
+
+    def on_validation_epoch_start(self) -> None:
+        self._start_split("val")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        figures = self._finish_split("val")
+        self.log(f"val/{self.task.metric}", figures[self.task.metric], prog_bar=True, logger=False)
+        self.curves["val_step"].append(self.global_step)
+        for name, value in figures.items():
+            self.curves.setdefault(f"val_{name}", []).append(value)
+        self._log_figures("val", figures)
+
+    def on_test_epoch_start(self) -> None:
+        self._start_split("test")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def on_test_epoch_end(self) -> None:
+        self.test_figures = self._finish_split("test")
+        self._log_figures("test", self.test_figures)
+
+    def _log_figures(self, split: str, figures: dict[str, float]) -> None:
+        for logger in self.loggers:
+            logger.log_metrics({f"{split}/{k}": v for k, v in figures.items()}, self.global_step)
+
+    def _start_split(self, split: str) -> None:
+        self._split_metrics = nn.ModuleDict(self.task.new_metrics(split)).to(self.device)
+
+    def _evaluate(self, split: str, batch: Batch) -> None:
+        logits = self.model(batch["tokens"], batch["mask"])
+        self.task.update(dict(self._split_metrics.items()), logits, batch)  # type: ignore[arg-type]
+
+    def _finish_split(self, split: str) -> dict[str, float]:
+        figures = self.task.compute(dict(self._split_metrics.items()))  # type: ignore[arg-type]
+        self._split_metrics = nn.ModuleDict()
+        return figures
+
+    # --- data: the task is set up by then, and knows the step to start from ---
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        return self.task.train_dataloader()
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self.task.val_dataloader()
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        return self.task.test_dataloader()
+
+    # --- resuming: what Lightning does not keep by itself ---
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["curves"] = self.curves
+        checkpoint["progress"] = {"tokens": self.tokens, "seconds": self.seconds}
+        checkpoint["random"] = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            checkpoint["random"]["cuda"] = torch.cuda.get_rng_state_all()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "optimizer_states" not in checkpoint:  # weights alone: the best checkpoint
+            return
+        self.curves = checkpoint["curves"]
+        self.tokens = checkpoint["progress"]["tokens"]
+        self.seconds = checkpoint["progress"]["seconds"]
+        self._random = checkpoint["random"]
+
+    def on_train_start(self) -> None:
+        random = self.__dict__.pop("_random", None)
+        if random is not None:
+            torch.set_rng_state(random["cpu"].cpu())
+            if "cuda" in random:
+                torch.cuda.set_rng_state_all([state.cpu() for state in random["cuda"]])
+
+
+class ResumePoint(Callback):
+    """Keeps one sealed checkpoint to resume from: every few minutes, and when asked to stop.
+
+    Args:
+        path: where.
+        minutes: the time between two.
+    """
+
+    def __init__(self, path: Path, minutes: float) -> None:
+        self.path, self.interval_s = path, 60 * minutes
+        self.signum: int | None = None
+        self._last = time.monotonic()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """While the body runs, SIGTERM and SIGINT ask for a stop at the end of the step.
+
+        A second one stops at once.
+        """
+
+        def ask(signum: int, frame: Any) -> None:
+            if self.signum is not None:
+                raise Stopped(signum)
+            self.signum = signum
+            print("stopping at the end of this step; once more stops at once", file=sys.stderr)
+
+        try:
+            before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not the main thread: whoever owns it gets the signals
+            before = {}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        due = self.signum is not None or time.monotonic() - self._last >= self.interval_s
+        if not due or not self._between_steps(trainer, batch_idx):
+            return
+        trainer.save_checkpoint(self.path)
+        self._last = time.monotonic()
+        if self.signum is not None:
+            raise Stopped(self.signum)
+
+    @staticmethod
+    def _between_steps(trainer: L.Trainer, batch_idx: int) -> bool:
+        """Not within an accumulated step, nor where a validation is due before the next one."""
+        done = batch_idx + 1
+        assert isinstance(trainer.val_check_batch, int)
+        return done % trainer.accumulate_grad_batches == 0 and done % trainer.val_check_batch != 0
+
+
+def train(config: DictConfig, callbacks: Sequence[Callback] = ()) -> Outcome:
+    """Train, select on validation, test once with the best checkpoint.
+
+    Resumes by itself from the run's resume point where there is one.
+
+    Raises:
+        Diverged: the loss is NaN or infinite.
+        Stopped: a signal asked for it; the resume point is on disk.
+    """
+    torch.set_num_threads(config.trainer.num_threads)
+    L.seed_everything(config.seed, workers=True, verbose=False)
+    task = build_task(config)
+    model = build_model(config, task)
+    module = Trainee(model, task, config.training)
+    folder = Path(config.results_dir) / config.scale.name
+    require_disk(folder, 16 * 4 * count_parameters(model) + (64 << 20), "training a cell")
+    best = ModelCheckpoint(
+        dirpath=folder / "checkpoints",
+        filename=config.run_id,
+        monitor=f"val/{task.metric}",
+        mode="max" if task.higher_is_better else "min",
+        save_weights_only=True,
+        enable_version_counter=False,
+    )
+    resume = ResumePoint(
+        folder / "resume" / f"{config.run_id}.ckpt", config.training.checkpoint_minutes
+    )
+    logger = build_logger(config)
+    with _quiet(), _closing(logger), resume.listening():
+        trainer = build_trainer(config, [best, resume, *callbacks], logger)
+        task.trainer = trainer
+        trainer.fit(module, ckpt_path=_resume_path(resume.path), weights_only=True)
+        module._flush_losses()
+        load_weights(module, Path(best.best_model_path))
+        trainer.test(module, verbose=False)
+    resume.path.unlink(missing_ok=True)
+    return _outcome(module, best, trainer)
+
+
+def build_trainer(
+    config: DictConfig, callbacks: Sequence[Callback], logger: Logger | None
+) -> L.Trainer:
+    """Lightning's trainer for a cell; one epoch is the whole run, counted in steps."""
+    training, batches = config.training, config.training.steps * config.training.accumulate
+    bar = [TQDMProgressBar(refresh_rate=5)] if shows_progress() else []
+    return L.Trainer(
+        accelerator=config.trainer.accelerator,
+        devices=config.trainer.devices,
+        strategy=config.trainer.strategy,
+        precision=config.trainer.precision,
+        max_steps=training.steps,
+        accumulate_grad_batches=training.accumulate,
+        gradient_clip_val=training.clip or None,
+        val_check_interval=max(1, batches // training.evaluations),
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[*callbacks, *bar],
+        enable_progress_bar=bool(bar),
+        enable_model_summary=False,
+        logger=logger or False,
+        use_distributed_sampler=False,  # batches are shared between ranks by the task
+        plugins=[SealedCheckpointIO()],
+        default_root_dir=config.output_dir,
+    )
+
+
+def shows_progress() -> bool:
+    """A bar for a person who looks on: standard error is a terminal, and this is no worker."""
+    from multiprocessing import parent_process
+
+    return sys.stderr.isatty() and parent_process() is None
+
+
+def build_logger(config: DictConfig) -> Logger | None:
+    """The cell's logger: one W&B run a cell, named by the run; offline where there is no key."""
+    target = config.logger.get("_target_")
+    if not target:
+        return None
+    if target.endswith("WandbLogger"):
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        logger = instantiate(
+            config.logger, id=config.run_id, name=config.run_id, save_dir=config.output_dir,
+            group=f"{config.scale.name}/{config.task.name}", mode=mode,
+            resume="allow" if mode == "online" else None,
+            settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+    else:
+        logger = instantiate(config.logger, save_dir=config.output_dir, name="", version="csv")
+    logger.log_hyperparams(OmegaConf.to_container(config.resolved))
+    return logger
+
+
+def has_wandb_key() -> bool:
+    """Whether W&B would find credentials without asking: the environment's, or netrc's."""
+    from requests.utils import get_netrc_auth
+
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(server))
+
+
+@contextmanager
+def _closing(logger: Logger | None) -> Iterator[None]:
+    """Close the logger however the body ends, and let a failure be seen as one."""
+    try:
+        yield
+    except BaseException:
+        _finish(logger, failed=True)
+        raise
+    _finish(logger, failed=False)
+
+
+def _finish(logger: Logger | None, *, failed: bool) -> None:
+    if logger is None:
+        return
+    logger.finalize("failed" if failed else "success")
+    if isinstance(logger, WandbLogger):
+        import wandb
+
+        wandb.finish(exit_code=int(failed), quiet=True)
+
+
+def _resume_path(path: Path) -> Path | None:
+    if not path.exists():
+        return None
+    try:
+        load_checkpoint(path)
+    except DamagedCheckpoint as error:
+        warnings.warn(f"resume point not used, starting over: {error}", stacklevel=2)
+        path.unlink()
+        return None
+    return path
+
+
+def load_weights(module: nn.Module, path: Path) -> None:
+    """Load a sealed checkpoint's ``state_dict`` into a :class:`Trainee`."""
+    module.load_state_dict(load_checkpoint(path)["state_dict"])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's advice that does not apply here."""
+    import logging
+
+    loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        for message in (
+            ".*does not have many workers.*",  # CPU cells load in the training process
+            ".*your dataloader is not resumable.*",  # its order is a function of the step
+            ".*Checkpoint directory.*exists and is not empty.*",  # one folder, a file a run
+            ".*isinstance.*LeafSpec.*",
+        ):
+            warnings.filterwarnings("ignore", message=message)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _outcome(module: Trainee, best: ModelCheckpoint, trainer: L.Trainer) -> Outcome:
+    task, curves = module.task, module.curves
+    chosen = curves["val_step"].index(_best_step(module, task))
+    validation = {
+        name.removeprefix("val_"): values[chosen]
+        for name, values in curves.items()
+        if name.startswith("val_") and name != "val_step"
+    }
+    metrics = {"val": validation, "test": module.test_figures}
+    return Outcome(
+        metric=task.metric,
+        split=task.split,
+        value=metrics[task.split][task.metric],
+        higher_is_better=task.higher_is_better,
+        metrics=metrics,
+        curves=curves,
+        data=task.description() | {"fingerprint": task.fingerprint},
+        parameters=count_parameters(module.model),
+        tokens_per_s=module.tokens / module.seconds if module.seconds else None,
+        peak_memory_bytes=peak_memory(module, trainer),
+        extra={
+            "checkpoint": f"checkpoints/{Path(best.best_model_path).name}",
+            "best_step": curves["val_step"][chosen],
+            "mlp_hidden": module.model.blocks[0].mlp[0].out_features,  # type: ignore[union-attr, index]
+        },
+    )
+
+
+def _best_step(module: Trainee, task: Task) -> float:
+    figures = list(zip(module.curves[f"val_{task.metric}"], module.curves["val_step"], strict=True))
+    value = (max if task.higher_is_better else min)(v for v, _ in figures)
+    return next(step for v, step in figures if v == value)
+
+
+def peak_memory(module: Trainee, trainer: L.Trainer) -> int | None:
+    """Peak bytes of the run on CUDA (the allocator's), None elsewhere."""
+    device = trainer.strategy.root_device
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
