@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from gma_bench.task import Task
 
-NOT_ARGUMENTS = ("name", "forms")
+NOT_ARGUMENTS = ("name", "forms", "forms_reason", "reproduce")
+"""Keys of a mixer's file that are not its constructor's: what the harness reads of it."""
 
 
 def build_mixer(

@@ -416,7 +416,7 @@ def _finish(logger: Logger | None, *, failed: bool) -> None:
     if isinstance(logger, WandbLogger):
         import wandb
 
-        wandb.finish(exit_code=int(failed), quiet=True)
+        wandb.finish(exit_code=int(failed))
 
 
 def _resume_path(path: Path) -> Path | None:

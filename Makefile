@@ -1,0 +1,54 @@
+# The whole of the project's chores. `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -euc
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+SCALE ?= mini
+BIN := .venv/bin
+export PYTHONUNBUFFERED := 1
+
+help: ## print this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# The stamp is written last, so an interrupted install starts over.
+.venv/.ready: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gma_bench needs Python 3.11 or newer; try: make PYTHON=python3.11 ..." >&2; exit 2; }
+	@echo "Installing into .venv (about 2 GB; a few minutes, once)"
+	@test -f .venv/.ready || $(PYTHON) -m venv --clear .venv
+	@rm -f .venv/.ready
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch .venv/.ready
+
+reproduce: .venv/.ready ## run what is missing of the paper's grid and report (SCALE=smoke|mini|paper)
+	@$(BIN)/gma-bench reproduce scale=$(SCALE)
+
+report: .venv/.ready ## tables, plots, verdicts and page from the records (SCALE=…)
+	@$(BIN)/gma-bench report scale=$(SCALE)
+
+scaling: .venv/.ready ## memory and time against length and K, and their figures (SCALE=…)
+	@$(BIN)/gma-bench reproduce scale=$(SCALE) --only task=memory,throughput
+
+test: .venv/.ready ## the tests, without the slow ones
+	@$(BIN)/python -m pytest
+
+test-all: .venv/.ready ## the tests, slow ones too
+	@$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: .venv/.ready ## ruff, mypy, and an audit of the dependencies
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@bash .ci/audit
+
+bench: .venv/.ready ## speed, as ratios measured in one run
+	@$(BIN)/python -m benchmarks
+
+lock: ## pin what is installed in .venv now
+	@$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock
+
+clean: ## remove caches and build products; results and .venv stay
+	@rm -rf .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find gma_bench tasks baselines tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help reproduce report scaling test test-all lint bench lock clean

@@ -1,0 +1,263 @@
+"""``gma-bench reproduce``: the paper's grid, cell by missing cell, and the report."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gma_bench.cell import Record, finished_record
+from gma_bench.config import CONF, choices, compose, resolved, run_id
+from gma_bench.errors import UserError
+from gma_bench.results import BrokenRecord, read_all, read_record, record_path
+from gma_bench.store import locked
+from gma_bench.sweep import launch
+
+DEFAULT_LAUNCHER = "joblib"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the grid: its overrides, its checked configuration and its run id."""
+
+    overrides: tuple[str, ...]
+    config: DictConfig
+    run_id: str
+    alone: bool
+
+    @property
+    def path(self) -> Path:
+        return record_path(self.config.results_dir, self.config.scale.name, self.run_id)
+
+    @property
+    def lock(self) -> Path:
+        return self.path.parent.parent / "locks" / self.run_id
+
+
+def grid(overrides: Sequence[str], only: Sequence[str] = ()) -> list[Cell]:
+    """The cells of ``conf/reproduce.yaml`` under ``overrides``, each composed and checked.
+
+    Args:
+        overrides: for every cell (``scale=mini``, ``results_dir=…``); not task, mixer or seed.
+        only: ``key=a,b`` with key task, mixer or seed: that part of the grid.
+    """
+    for word in overrides:
+        if word.partition("=")[0] in ("task", "mixer", "seed"):
+            raise UserError(
+                f"{word}: the grid sets task, mixer and seed itself. Try: --only {word}"
+            )
+    part = _only(only)
+    seeds = list(compose(overrides).scale.seeds)
+    joining = [m for m in choices("mixer") if _joins(m)]
+    cells = []
+    for entry in OmegaConf.load(CONF / "reproduce.yaml").cells:
+        mixers = [*entry.mixer, *(joining if entry.get("joins", True) else [])]
+        chosen_seeds = seeds if entry.seed == "all" else list(entry.seed)
+        for task, seed, mixer in itertools.product(entry.task, chosen_seeds, mixers):
+            names = {"task": task, "mixer": mixer, "seed": str(seed)}
+            if all(names[key] in values for key, values in part.items()):
+                cells.append(_cell(names, overrides, alone=entry.get("alone", False)))
+    if not cells:
+        raise UserError(f"--only {' '.join(only)} leaves no cell of the grid")
+    return cells
+
+
+def _only(only: Sequence[str]) -> dict[str, list[str]]:
+    part = {}
+    for word in only:
+        key, _, values = word.partition("=")
+        if key not in ("task", "mixer", "seed") or not values:
+            raise UserError(f"--only {word}: must be task=…, mixer=… or seed=…")
+        part[key] = values.split(",")
+    return part
+
+
+def _joins(mixer: str) -> bool:
+    return bool(OmegaConf.load(CONF / "mixer" / f"{mixer}.yaml").get("reproduce", False))
+
+
+def _cell(names: dict[str, str], overrides: Sequence[str], *, alone: bool) -> Cell:
+    words = (*(f"{key}={value}" for key, value in names.items()), *overrides)
+    config = compose(words)
+    return Cell(words, config, run_id(resolved(config)), alone)
+
+
+def reproduce(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
+    """Run the missing cells, two at a time by default, then report.
+
+    Returns:
+        0, or 1 when a cell failed; the last line then says how to run just those again.
+    """
+    console = Console()
+    own = [o for o in overrides if not o.startswith("hydra")]
+    hydra = [o for o in overrides if o.startswith("hydra")]
+    if not any(o.startswith("hydra/launcher=") for o in hydra):
+        hydra.append(f"hydra/launcher={DEFAULT_LAUNCHER}")
+    cells = grid(own, only)
+    missing = [c for c in cells if finished_record(c.path) is None]
+    _announce(console, cells, missing)
+    with _progress(console, missing):
+        for alone in (False, True):
+            batch = [c.overrides for c in missing if c.alone is alone]
+            if batch:
+                launch(batch, ["hydra/launcher=basic"] if alone else hydra)
+    from gma_bench.report import report
+
+    report(Path(cells[0].config.results_dir), cells[0].config.scale.name, console=console)
+    failed = [c for c in cells if not _succeeded(c)]
+    if failed:
+        console.print(f"{len(failed)} of {len(cells)} cells failed; to run just those again:")
+        words = ["gma-bench", "reproduce", *overrides]
+        for key in ("task", "mixer", "seed"):
+            names = dict.fromkeys(_name(c, key) for c in failed)
+            words += ["--only", f"{key}={','.join(names)}"]
+        console.print(shlex.join(words), soft_wrap=True)
+    return 1 if failed else 0
+
+
+def _name(cell: Cell, key: str) -> str:
+    return next(o.partition("=")[2] for o in cell.overrides if o.startswith(f"{key}="))
+
+
+def _succeeded(cell: Cell) -> bool:
+    record = finished_record(cell.path)
+    return record is not None and record["status"] == "finished"
+
+
+def _announce(console: Console, cells: Sequence[Cell], missing: Sequence[Cell]) -> None:
+    """What will run, on what, from which data, and how long it should take."""
+    scale = cells[0].config.scale.name
+    if not missing:
+        console.print(f"All {len(cells)} cells of scale={scale} are finished; nothing to run.")
+        return
+    estimate = Estimate(cells[0].config)
+    table = Table(title=f"To run at scale={scale}: {len(missing)} of {len(cells)} cells")
+    for column in ("task", "mixers", "seeds", "data", "cells"):
+        table.add_column(column)
+    for task, group in itertools.groupby(missing, key=lambda c: c.config.task.name):
+        part = list(group)
+        source = part[0].config.task.get("source") or "embedded"
+        table.add_row(
+            task,
+            ", ".join(dict.fromkeys(c.config.mixer.name for c in part)),
+            ", ".join(dict.fromkeys(str(c.config.seed) for c in part)),
+            source,
+            str(len(part)),
+        )
+    console.print(table)
+    console.print(f"On {_device(cells[0].config)}. {estimate.sentence(missing)}")
+
+
+def _device(config: DictConfig) -> str:
+    from gma_bench.provenance import machine
+
+    found = machine()
+    wanted = config.trainer.accelerator
+    where = "an accelerator where there is one, else on " if wanted == "auto" else f"{wanted}; "
+    return f"{where}{found['cores']} × {found['cpu']}"
+
+
+class Estimate:
+    """Seconds that cells should take, from the records of cells like them on this machine."""
+
+    def __init__(self, config: DictConfig) -> None:
+        from gma_bench.provenance import machine
+
+        self.host, self.workers = machine()["host"], machine()["cores"]
+        records, _ = read_all(config.results_dir, config.scale.name)
+        self.records = [r for r in records if r["status"] == "finished"]
+
+    def seconds(self, cell: Cell) -> float | None:
+        """The mean of finished cells of the same task and mixer, else of the same task."""
+        task, mixer = cell.config.task.name, cell.config.mixer.name
+        same_task = [r for r in self.records if r["task"] == task]
+        same = [r["duration_s"] for r in same_task if r["mixer"] == mixer]
+        return mean(same or [r["duration_s"] for r in same_task]) if same_task else None
+
+    def sentence(self, cells: Sequence[Cell]) -> str:
+        """How long the cells should take, in words."""
+        known = [s for s in map(self.seconds, cells) if s is not None]
+        if not known:
+            budget = cells[0].config.scale.get("budget_minutes")
+            words = f"at most {budget} minutes on two cores" if budget else "not known yet"
+            return f"Time: {words} (no cell of this kind has run here; the estimate follows)."
+        total = mean(known) * len(cells) / max(1, self.workers)
+        return f"Time: about {max(1, round(total / 60))} min, from {len(known)} cells like these."
+
+
+@contextmanager
+def _progress(console: Console, cells: Sequence[Cell]) -> Iterator[None]:
+    """One line for the whole while the body runs: cells done, running, failed, time left."""
+    if not cells:
+        yield
+        return
+    finished = threading.Event()
+    columns: tuple[str | ProgressColumn, ...] = (
+        BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+    )  # fmt: skip
+    live = console.is_terminal
+    with Progress(*columns, console=console, disable=not live, redirect_stdout=live) as progress:
+        line = progress.add_task(_counts(cells, {}, 0.0), total=len(cells))
+        started = time.monotonic()
+        known: dict[str, Record] = {}
+
+        def watch() -> None:
+            while not finished.wait(1.0):
+                _refresh(cells, known)
+                words = _counts(cells, known, time.monotonic() - started)
+                progress.update(line, completed=len(known), description=words)
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            thread.join()
+            _refresh(cells, known)
+            progress.update(line, completed=len(known), description=_counts(cells, known, 0.0))
+
+
+def _refresh(cells: Sequence[Cell], known: dict[str, Record]) -> None:
+    for cell in cells:
+        if cell.run_id not in known and cell.path.exists():
+            try:
+                known[cell.run_id] = read_record(cell.path)
+            except BrokenRecord:
+                continue
+
+
+def _counts(cells: Sequence[Cell], known: dict[str, Record], elapsed_s: float) -> str:
+    failed = sum(r["status"] != "finished" for r in known.values())
+    running = sum(_is_running(c) for c in cells if c.run_id not in known)
+    words = f"{len(known)}/{len(cells)} cells, {running} running, {failed} failed"
+    if known and elapsed_s and len(known) < len(cells):
+        left = elapsed_s / len(known) * (len(cells) - len(known))
+        words += f", about {max(1, round(left / 60))} min left"
+    return words
+
+
+def _is_running(cell: Cell) -> bool:
+    if not Path(f"{cell.lock}.lock").exists():
+        return False
+    with locked(cell.lock, wait=False) as free:
+        return not free
+
+
+def dry_run(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
+    """Compose, check, build and cost every cell of the grid; see :mod:`gma_bench.dry_run`."""
+    from gma_bench.dry_run import show
+
+    return show(grid([o for o in overrides if not o.startswith("hydra")], only))
+
