@@ -17,6 +17,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -208,8 +209,7 @@ def shingles(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids += [numbers.setdefault(word, len(numbers) + 1) for word in words]
         ends.append(len(ids))
     flat = np.asarray(ids, dtype=np.uint64)
-    sizes = np.diff(np.asarray([0, *ends], dtype=np.int64))
-    owners = np.repeat(np.arange(len(texts)), sizes)
+    owners = np.repeat(np.arange(len(texts)), [b - a for a, b in pairwise([0, *ends])])
     count = max(0, len(flat) - SHINGLE_WORDS + 1)
     hashes = np.zeros(count, dtype=np.uint64)
     for offset in range(SHINGLE_WORDS):  # a polynomial in an odd base, modulo 2**64

@@ -137,7 +137,7 @@ def _literal(path: Path) -> str:
 
 
 def hub_source(repository: str, config: str, revision: str, cache_dir: Path) -> Source:
-    """A data set of the Hugging Face hub at a fixed revision; nothing is fetched before ``open``."""
+    """A data set of the hub at a fixed revision; nothing is fetched before ``open``."""
 
     def open_hub() -> dict[str, list[Shard]]:
         loaded = _download(repository, config, revision, cache_dir)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,8 @@ Documents = tuple[list[bytes], NDArray[np.int64]]
 class Text(Task):
     """Classification of documents given as UTF-8 bytes, one id a byte plus padding.
 
-    Validation is held out of train (stratified, by ``data_seed``) unless the source has a validation
-    split of its own. The test split decides nothing.
+    Validation is held out of train (stratified, by ``data_seed``) unless the source has a
+    validation split of its own. The test split decides nothing.
 
     Args:
         source: ``embedded`` (docstrings, 8 classes), ``local`` (parquet files in ``data_dir``) or
@@ -277,13 +276,9 @@ def read_classified(
             f"{source.name}, train: every row has the label {classes[int(train_labels[0])]}; "
             "classification needs two classes"
         )
-    for split in ("val", "test"):
-        for row in (
-            np.flatnonzero(documents[split][1] >= len(classes)) if split in documents else ()
-        ):
-            raise UserError(
-                f"{source.name}, {split}, row {row}: label {documents[split][1][row]} is not in train"
-            )
+    for split, (_, labels) in documents.items():
+        for row in np.flatnonzero(labels >= len(classes)):
+            raise UserError(f"{source.name}, {split}, row {row}: train has no label {labels[row]}")
     notes = {"classes": classes, "validation": "as published"}
     if "val" not in documents:
         documents |= _hold_out(documents["train"], validation_share, seed)
@@ -303,9 +298,7 @@ def _read_split(shards: list[Shard], names: list[str] | None) -> Documents:
             if not text.strip():
                 raise UserError(f"{shard.name}, row {row}: the text is empty")
             if not isinstance(label, int) or not 0 <= label < (len(names) if names else 256):
-                raise UserError(
-                    f"{shard.name}, row {row}: the label {label!r} is not a class number"
-                )
+                raise UserError(f"{shard.name}, row {row}: label {label!r} is not a class")
             texts.append(text)
             labels.append(label)
     if not texts:
