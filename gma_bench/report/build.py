@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from gma_bench.errors import UserError
+from gma_bench.report import claims, profile_tables
 from gma_bench.report import tables as tables_module
 from gma_bench.report.paper import read_paper
 from gma_bench.report.table import Table, latex, markdown, terminal, to_csv
@@ -28,10 +32,22 @@ def build(results_dir: Path, scale: str, against: Path | None, console: Console)
         )
     folder = results_dir / scale
     results = tables_module.Results(scale, records, broken, read_paper(results_dir))
-    tables = tables_module.build(results)
+    tables = all_tables(results)
+    verdicts = claims.judge_all(results)
     written = write_tables(folder, tables)
+    written += write_verdicts(folder, verdicts, results)
     print_tables(console, tables, broken)
+    console.print(verdict_table(verdicts, results))
     return written
+
+
+def all_tables(results: tables_module.Results) -> list[Table]:
+    """The paper's settings in its order, then what the paper does not have."""
+    return [
+        *tables_module.build(results), *profile_tables.memory(results),
+        *profile_tables.throughput(results), *profile_tables.interpretability(results),
+        *profile_tables.other_profiles(results),
+    ]  # fmt: skip
 
 
 def write_tables(folder: Path, tables: list[Table]) -> list[Path]:
@@ -42,6 +58,42 @@ def write_tables(folder: Path, tables: list[Table]) -> list[Path]:
         for table in tables
         for suffix, form in forms.items()
     ]
+
+
+def write_verdicts(
+    folder: Path, verdicts: list[claims.Verdict], results: tables_module.Results
+) -> list[Path]:
+    """``claims.json`` and ``claims.md``."""
+    content = {"scale": results.scale, "verdicts": [v.as_dict() for v in verdicts]}
+    text = json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n"
+    return [
+        write_atomic(folder / "claims.json", text),
+        write_atomic(folder / "claims.md", claims.markdown(verdicts, _scale_sentence(results))),
+    ]
+
+
+def _scale_sentence(results: tables_module.Results) -> str:
+    return results.caption([])
+
+
+COLOURS = {"reproduced": "green", "contradicted": "red", "inconclusive": "yellow", "not run": "dim"}
+
+
+def verdict_table(verdicts: list[claims.Verdict], results: tables_module.Results) -> RichTable:
+    """The verdicts for a terminal."""
+    out = RichTable(
+        title=Text("Claims of the paper", style="bold"), title_justify="left",
+        caption=Text(_scale_sentence(results), style="dim"), caption_justify="left",
+        box=SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    out.add_column("claim")
+    out.add_column("verdict", no_wrap=True)
+    out.add_column("effect, 95 % interval")
+    for verdict in verdicts:
+        effects = Text("\n".join(effect.shown for effect in verdict.effects))
+        shown = Text(verdict.outcome, style=COLOURS[verdict.outcome])
+        out.add_row(Text(verdict.id), shown, effects)
+    return out
 
 
 def print_tables(console: Console, tables: list[Table], broken: list[str]) -> None:

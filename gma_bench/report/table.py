@@ -6,7 +6,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class Column:
 
     def number(self, value: float) -> str:
         """A value with this column's decimals."""
-        return f"{value:{',' if self.thousands else ''}.{self.digits}f}"
+        shown = f"{value:{',' if self.thousands else ''}.{self.digits}f}"
+        return shown.lstrip("-") if float(shown.replace(",", "")) == 0 else shown
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Cell:
         std: sample standard deviation over seeds, where there are several.
         n: number of seeds behind the mean; 0 where counting them means nothing.
         text: shown in place of a value.
+        suffix: shown after the value (an interval).
+        digits: decimals, where they differ from the column's.
         notes: what a reader must know (a failed seed); each gets a mark.
         records: run ids behind the figure.
     """
@@ -65,6 +68,8 @@ class Cell:
     std: float | None = None
     n: int = 0
     text: str = ""
+    suffix: str = ""
+    digits: int | None = None
     notes: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
     best: bool = False
@@ -73,9 +78,11 @@ class Cell:
         """``41.2 ± 0.5 (2)``, or the text in its place; ``seeds`` is the table's usual n."""
         if self.value is None:
             return self.text or NOTHING
+        if self.digits is not None:
+            column = replace(column, digits=self.digits)
         spread = "" if self.std is None else f" ± {column.number(self.std)}"
         count = f" ({self.n})" if self.n not in (0, seeds) else ""
-        return f"{column.number(self.value)}{spread}{count}"
+        return f"{column.number(self.value)}{spread}{self.suffix}{count}"
 
 
 @dataclass
@@ -173,23 +180,24 @@ def _mark_best(column: Column, cells: Sequence[Cell]) -> None:
 def markdown(table: Table) -> str:
     """GitHub-flavoured Markdown."""
     heads = [table.label_head, *(c.title for c in table.columns)]
-    out = [f"**{_md(table.title)}.** {_md(table.full_caption)}", ""]
-    out.append("| " + " | ".join(_md(h) for h in heads) + " |")
+    out = [f"**{escape_markdown(table.title)}.** {escape_markdown(table.full_caption)}", ""]
+    out.append("| " + " | ".join(escape_markdown(h) for h in heads) + " |")
     out.append("|:--" + "|--:" * len(table.columns) + "|")
     for row in table.rows:
         cells = []
         for cell, text in zip(row.cells, table.shown(row), strict=True):
-            shown = f"**{_md(text)}**" if cell.best else _md(text)
+            shown = f"**{escape_markdown(text)}**" if cell.best else escape_markdown(text)
             cells.append(shown + (f"<sup>{table.marks(cell)}</sup>" if cell.notes else ""))
-        out.append("| " + " | ".join([_md(row.name), *cells]) + " |")
-    below = [f"<sup>{letter}</sup> {_md(text)}" for letter, text in table.notes]
-    below += [_md(text) for text in table.footnotes]
+        out.append("| " + " | ".join([escape_markdown(row.name), *cells]) + " |")
+    below = [f"<sup>{letter}</sup> {escape_markdown(text)}" for letter, text in table.notes]
+    below += [escape_markdown(text) for text in table.footnotes]
     if below:
         out += ["", "  \n".join(below)]
     return "\n".join(out) + "\n"
 
 
-def _md(text: str) -> str:
+def escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is written."""
     flat = " ".join(text.split())
     for character in "\\`*_[]<>|":
         flat = flat.replace(character, "\\" + character)

@@ -145,6 +145,75 @@ def trained(mixer: str, seed: int, scale: str = "mini") -> list[Record]:
     return found
 
 
+def memory_rows(mixer: str) -> list[dict[str, Any]]:
+    """Peak bytes up to a million tokens; the explicit matrix runs out of memory on the way."""
+    rows = []
+    for exponent in range(8, 21):
+        n = 2**exponent
+        peak = 4 * n * (64 * 6 + 32 * len(mixer)) + (8 * n * n if mixer == "mha" else 0)
+        for method in ("simulated", "measured"):
+            reached = method == "simulated" or peak < 2**33
+            rows.append({
+                "sweep": "length", "scope": "layer", "pass": "forward_backward", "method": method,
+                "device": "cpu", "dtype": "float32", "causal": False, "batch_size": 1,
+                "seq_len": n, "num_components": 32 if mixer == "gma" else None,
+                "status": "ok" if reached else "OOM", "peak_bytes": peak if reached else None,
+                "saved_bytes": peak // 2 if reached else None, "parameter_bytes": 65536,
+                "seconds": 0.1 if reached else None, "reached": None if reached else n // 2,
+                "reason": None if reached else "needs 16.0 GiB of 8.0 GiB",
+            })  # fmt: skip
+    return rows
+
+
+def throughput_rows(mixer: str) -> list[dict[str, Any]]:
+    """Tokens a second at four lengths; GMA with both of its backends."""
+    rows = []
+    for backend in ("chunked", "reference") if mixer == "gma" else (None,):
+        for exponent in range(8, 12):
+            n = 2**exponent
+            quadratic = n / 4096 if mixer in ("sdpa", "mha") else 0
+            slow = 40 if backend == "reference" else 1
+            speed = 4e5 / (1 + quadratic + 0.1 * len(mixer)) / slow
+            rows.append({
+                "scope": "layer", "pass": "forward_backward", "device": "cpu", "dtype": "float32",
+                "causal": True, "batch_size": 4, "seq_len": n, "status": "ok", "backend": backend,
+                "tokens_per_s": speed, "median_ms": 4000 * n / speed,
+            })  # fmt: skip
+    return rows
+
+
+def interpretability(seed: int, scale: str = "mini") -> Record:
+    """Figures near the paper's."""
+    rng = random.Random(seed)
+    nmi = 0.244 + rng.gauss(0, 0.01)
+    figures = {
+        "num_components": 64, "components_in_use": 52 + seed, "usage_entropy": 0.93,
+        "components_in_use_fraction": (52 + seed) / 64, "nmi": nmi, "nmi_low": nmi - 0.02,
+        "nmi_high": nmi + 0.02, "nmi_permuted": 0.031, "ami": nmi - 0.03, "affinity_rank_max": 61,
+        "affinity_min": 0.0, "gradient_norm_max": 1.9, "gradient_norm_initial": 0.8,
+        "lipschitz_empirical": 0.4, "lipschitz_bound": 2.2,
+    }  # fmt: skip
+    return record(
+        "interpretability", "gma", seed, scale=scale, metric="nmi", split="val", value=nmi,
+        metrics={"val": figures},
+        curves={"step": [float(i) for i in range(20)],
+                "gradient_norm": [1.9 - i / 20 for i in range(20)]},
+    )  # fmt: skip
+
+
+def profiling(mixers: Iterable[str] = ("mha", *QUALITY), scale: str = "mini") -> list[Record]:
+    """Memory and throughput of each mixer, interpretability of GMA."""
+    made = [
+        record("memory", m, scale=scale, metric="memory_slope", value=None, rows=memory_rows(m))
+        for m in mixers
+    ]
+    made += [
+        record("throughput", m, scale=scale, metric="ratio", value=None, rows=throughput_rows(m))
+        for m in mixers if m not in ("mha", "linformer")
+    ]  # fmt: skip
+    return made + [interpretability(seed, scale) for seed in range(3)]
+
+
 def grid(
     seeds: Iterable[int] = range(3), mixers: Iterable[str] = tuple(QUALITY), scale: str = "mini"
 ) -> list[Record]:
@@ -181,3 +250,9 @@ def make_grid() -> Callable[..., list[Record]]:
 def write_records() -> Callable[[Path, Iterable[Record]], Path]:
     """Writes records into a results folder."""
     return write
+
+
+@pytest.fixture
+def make_profiling() -> Callable[..., list[Record]]:
+    """Makes the profiling cells."""
+    return profiling

@@ -1,0 +1,490 @@
+"""The paper's claims judged on records, by the rules that ``results/paper.yaml`` states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from gma_bench.errors import UserError
+from gma_bench.profiling import growth
+from gma_bench.report.groups import (
+    Group,
+    Record,
+    average,
+    differences,
+    is_number,
+    metric_of,
+    paired,
+)
+from gma_bench.report.profiles import profile
+from gma_bench.report.stats import Interval, bootstrap_interval, t_interval
+from gma_bench.report.tables import Results
+
+Outcome = Literal["reproduced", "contradicted", "inconclusive", "not run"]
+REPRODUCED: Outcome = "reproduced"
+CONTRADICTED: Outcome = "contradicted"
+INCONCLUSIVE: Outcome = "inconclusive"
+NOT_RUN: Outcome = "not run"
+Claim = dict[str, Any]
+
+
+@dataclass
+class Effect:
+    """One part of a claim: a quantity, its interval, and what they say.
+
+    Attributes:
+        name: what was compared or fitted.
+        outcome: of this part.
+        interval: estimate and ends; None where there is nothing to estimate from.
+        unit: of the estimate.
+        expected: what the claim says of it.
+        why: one clause on why it decides nothing, or what else a reader should know.
+        records: run ids behind it.
+    """
+
+    name: str
+    outcome: Outcome
+    interval: Interval | None = None
+    unit: str = ""
+    expected: str = ""
+    why: str = ""
+    records: list[str] = field(default_factory=list)
+
+    @property
+    def shown(self) -> str:
+        """``GMA − Performer: 3.1 percentage points [2.2, 4.0], n = 3``."""
+        if self.interval is None:
+            return f"{self.name}: {self.why}"
+        i = self.interval
+        ends = f" [{number(i.low)}, {number(i.high)}]" if i.low is not None else ""
+        unit = f" {self.unit}" if self.unit else ""
+        why = f"; {self.why}" if self.why else ""
+        return f"{self.name}: {number(i.estimate)}{unit}{ends}, n = {i.n}{why}"
+
+
+@dataclass
+class Verdict:
+    """What the records say of a claim."""
+
+    id: str
+    statement: str
+    outcome: Outcome
+    rule: str
+    effects: list[Effect]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[str]:
+        """Every run id behind the verdict."""
+        return sorted({run for effect in self.effects for run in effect.records})
+
+    @property
+    def deciding(self) -> Effect:
+        """The part that the verdict hangs on: the first with the verdict's own outcome."""
+        return next((e for e in self.effects if e.outcome == self.outcome), self.effects[0])
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "id": self.id, "statement": self.statement, "verdict": self.outcome, "rule": self.rule,
+            "effects": [asdict(effect) for effect in self.effects], "notes": self.notes,
+            "records": self.records,
+        }  # fmt: skip
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, without an exponent where one can do without."""
+    if value is None:
+        return "—"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        digits = 2 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
+        return f"{value:.{digits}f}"
+    return f"{value:.2e}"
+
+
+def judge_all(results: Results) -> list[Verdict]:
+    """Every claim of the paper, in its order."""
+    return [judge(results, claim) for claim in results.paper.claims]
+
+
+def judge(results: Results, claim: Claim) -> Verdict:
+    """One claim.
+
+    Raises:
+        UserError: the claim is of no known kind or lacks a parameter.
+    """
+    try:
+        effects, rule = KINDS[claim["kind"]](results, claim)
+    except KeyError as error:
+        raise UserError(
+            f"claim {claim.get('id')} in paper.yaml: {error} is missing or unknown; "
+            f"kinds are {', '.join(KINDS)}"
+        ) from error
+    notes = []
+    outcome = combine(effect.outcome for effect in effects)
+    if outcome != NOT_RUN and results.below_paper:
+        notes.append(f"judged below the paper’s scale (scale {results.scale})")
+    return Verdict(claim["id"], claim["statement"], outcome, rule, effects, notes)
+
+
+def combine(outcomes: Iterable[Outcome]) -> Outcome:
+    """The verdict of a claim from those of its parts, all of which it asserts."""
+    found = set(outcomes)
+    for outcome in (NOT_RUN, CONTRADICTED, INCONCLUSIVE):
+        if outcome in found:
+            return outcome
+    return REPRODUCED
+
+
+def side(interval: Interval, low: float, high: float) -> Outcome:
+    """Where an interval lies: inside ``[low, high]``, outside of it, or over a border."""
+    if interval.low is None or interval.high is None:
+        return INCONCLUSIVE
+    if low <= interval.low and interval.high <= high:
+        return REPRODUCED
+    if interval.high < low or interval.low > high:
+        return CONTRADICTED
+    return INCONCLUSIVE
+
+
+# ------------------------------------------------------------------------------------- ranking
+
+
+def ranking(results: Results, claim: Claim) -> tuple[list[Effect], str]:
+    """A mixer is above (or below) others in a metric, or in the mean of several."""
+    effects = [_against(results, claim, rival) for rival in claim["than"]]
+    percent = _percent(results)
+    rule = (
+        f"{claim['relation']} than each, paired over seeds, {percent} t interval; at least "
+        f"{results.paper.rules['min_seeds']} pairs"
+    )
+    return effects, rule
+
+
+def _against(results: Results, claim: Claim, rival: str) -> Effect:
+    label = results.paper.label
+    ratio = claim["effect"] == "ratio"
+    name = f"{label(claim['mixer'])} {'/' if ratio else '−'} {label(rival)}"
+    ours, theirs = [
+        [results.main(figure["task"], mixer) for figure in claim["figures"]]
+        for mixer in (claim["mixer"], rival)
+    ]
+    columns = [_column(groups, claim["figures"]) for groups in (ours, theirs)]
+    absent = [label(m) for m, c in zip((claim["mixer"], rival), columns, strict=True) if not c]
+    if absent:
+        return Effect(name, NOT_RUN, why=f"no finished record of {' and '.join(absent)}")
+    pairs = paired(*columns)
+    found = [g for g in (*ours, *theirs) if g]
+    records = [r["run_id"] for g in found for r in g.finished if r["seed"] in pairs]
+    if not pairs:
+        return Effect(name, INCONCLUSIVE, why="no seed that both finished")
+    values = [
+        (math.log(a) - math.log(b)) if ratio else (a - b) * claim.get("factor", 1)
+        for a, b in pairs.values()
+    ]
+    rules, rivals = results.paper.rules, len(claim["than"])
+    interval = t_interval(values, rules["confidence"])
+    stricter = t_interval(values, 1 - (1 - rules["confidence"]) / rivals)
+    outcome = _ranked(interval, stricter, claim["relation"])
+    why = _caveat(results, ours, theirs, len(pairs))
+    if len(pairs) < rules["min_seeds"] or "do not compare" in why:
+        outcome = INCONCLUSIVE
+    border = "1" if ratio else "0"
+    return Effect(
+        name, outcome, interval.mapped(math.exp) if ratio else interval, claim["unit"],
+        f"{'above' if claim['relation'] == 'higher' else 'below'} {border}", why, records,
+    )  # fmt: skip
+
+
+def _column(groups: list[Group | None], figures: list[dict[str, str]]) -> dict[int, float]:
+    if any(found is None for found in groups):
+        return {}
+    return average(
+        *(g.by_seed(f["split"], f["metric"]) for g, f in zip(groups, figures, strict=True) if g)
+    )
+
+
+def _ranked(interval: Interval, stricter: Interval, relation: str) -> Outcome:
+    if not interval.known:
+        return INCONCLUSIVE
+    claimed = side(interval, 0, math.inf) if relation == "higher" else side(interval, -math.inf, 0)
+    against = side(stricter, 0, math.inf) if relation == "higher" else side(stricter, -math.inf, 0)
+    if claimed == REPRODUCED:
+        return REPRODUCED
+    return CONTRADICTED if against == CONTRADICTED else INCONCLUSIVE
+
+
+def _caveat(
+    results: Results, ours: list[Group | None], theirs: list[Group | None], pairs: int
+) -> str:
+    """What keeps two mixers' cells from comparing, or what to know when they do."""
+    parts = []
+    for one, other in zip(ours, theirs, strict=True):
+        assert one is not None
+        assert other is not None
+        apart = _apart(results, one, other)
+        if apart:
+            parts.append(f"cells do not compare ({apart})")
+        for found in (one, other):
+            lost = [str(r["seed"]) for r in found.records if r["status"] != "finished"]
+            if lost:
+                parts.append(
+                    f"{results.paper.label(found.mixer)} on {results.paper.label(found.task)} "
+                    f"has no result for seed {', '.join(lost)}"
+                )
+    if pairs < results.paper.rules["min_seeds"]:
+        parts.append(f"{pairs} paired seed{'s' if pairs > 1 else ''}, too few")
+    return "; ".join(parts)
+
+
+def _apart(results: Results, one: Group, other: Group) -> str:
+    watched = tuple(results.paper.rules["comparable"])
+    changed = [
+        name for name in differences(one.config, other.config)
+        if any(name == w or name.startswith(f"{w}.") for w in watched)
+    ]  # fmt: skip
+    if one.fingerprint != other.fingerprint:
+        changed.append("data")
+    return ", ".join(changed)
+
+
+# -------------------------------------------------------------------------------------- growth
+
+
+def growing(results: Results, claim: Claim) -> tuple[list[Effect], str]:
+    """A quantity grows as a power of sequence length."""
+    confidence = results.paper.rules["confidence"]
+    expected, tolerance = float(claim["exponent"]), float(claim["tolerance"])
+    name = f"{results.paper.label(claim['mixer'])}, exponent of {_plain(claim['quantity'])} in N"
+    rule = (
+        f"slope on log–log axes, {_percent(results)} t interval within {number(expected)} ± "
+        f"{number(tolerance)}; at least {claim['min_points']} lengths"
+    )
+    rows, records = profile(results, claim["task"], claim["mixer"], claim.get("where", {}))
+    quantity = claim["quantity"]
+    points = [
+        (row["seq_len"], row[quantity]) for row in rows
+        if is_number(row.get(quantity)) and is_number(row.get("seq_len"))
+    ]  # fmt: skip
+    fitted = growth.fit([x for x, _ in points], [y for _, y in points], confidence=confidence)
+    if fitted is None:
+        return [Effect(name, NOT_RUN, why="no finished profile with two lengths")], rule
+    interval = Interval(fitted.slope, fitted.low, fitted.high, fitted.points, "slope, t")
+    outcome = side(interval, expected - tolerance, expected + tolerance)
+    why = f"N from {fitted.from_x:,.0f} to {fitted.to_x:,.0f}"
+    if fitted.points < claim["min_points"]:
+        outcome, why = INCONCLUSIVE, f"{fitted.points} lengths, too few"
+    shown = f"{number(expected)} ± {number(tolerance)}"
+    return [Effect(name, outcome, interval, "", shown, why, records)], rule
+
+
+# --------------------------------------------------------------------------------------- speed
+
+
+def speed(results: Results, claim: Claim) -> tuple[list[Effect], str]:
+    """A mixer processes fewer tokens a second than others, length by length."""
+    rule = (
+        f"ratio of {_plain(claim['quantity'])} at the same length, geometric mean, "
+        f"{_percent(results)} bootstrap interval over lengths below 1; "
+        f"at least {claim['min_points']} lengths"
+    )
+    ours, ids = profile(results, claim["task"], claim["mixer"], claim.get("where", {}))
+    effects = []
+    for rival in claim["than"]:
+        theirs, their_ids = profile(results, claim["task"], rival, {})
+        effects.append(_speed_ratio(results, claim, rival, ours, theirs, ids + their_ids))
+    return effects, rule
+
+
+def _speed_ratio(
+    results: Results, claim: Claim, rival: str, ours: list[dict[str, Any]],
+    theirs: list[dict[str, Any]], records: list[str],
+) -> Effect:  # fmt: skip
+    label, quantity = results.paper.label, claim["quantity"]
+    setting = ", ".join(str(v) for v in claim.get("where", {}).values())
+    own = label(claim["mixer"]) + (f" ({setting})" if setting else "")
+    name = f"{own} / {label(rival)}"
+    for mixer, rows in ((own, ours), (label(rival), theirs)):
+        if not rows:
+            return Effect(name, NOT_RUN, why=f"no throughput rows of {mixer}")
+    pairs = paired(_by_length(ours, quantity), _by_length(theirs, quantity))
+    if not pairs:
+        return Effect(name, INCONCLUSIVE, why="no length that both were timed at", records=records)
+    logs = [math.log(a / b) for a, b in pairs.values()]
+    ratio = bootstrap_interval(logs, results.paper.rules["confidence"]).mapped(math.exp)
+    outcome = side(ratio, 0, 1)
+    why = f"from {number(math.exp(min(logs)))} to {number(math.exp(max(logs)))} over lengths"
+    if len(pairs) < claim["min_points"]:
+        outcome, why = INCONCLUSIVE, f"{len(pairs)} lengths, too few"
+    return Effect(name, outcome, ratio, "of its speed", "below 1", why, records)
+
+
+def _by_length(rows: list[dict[str, Any]], quantity: str) -> dict[int, float]:
+    return {
+        int(row["seq_len"]): float(row[quantity]) for row in rows
+        if is_number(row.get(quantity)) and row[quantity] > 0 and is_number(row.get("seq_len"))
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- range
+
+
+def in_range(results: Results, claim: Claim) -> tuple[list[Effect], str]:
+    """Figures lie in ranges that were set beforehand."""
+    rule = (
+        f"{_percent(results)} t interval over at least {results.paper.rules['min_seeds']} seeds, "
+        "or the record’s own bootstrap interval, inside the range"
+    )
+    found = results.main(claim["task"], claim["mixer"])
+    return [_in_range(results, claim, found, c) for c in claim["conditions"]], rule
+
+
+def _in_range(
+    results: Results, claim: Claim, found: Group | None, condition: dict[str, Any]
+) -> Effect:
+    low = float(condition.get("at_least", -math.inf))
+    high = float(condition.get("at_most", math.inf))
+    name = _plain(condition["metric"])
+    if "minus" in condition:
+        name += f" − {_plain(condition['minus'])}"
+    records = [r for r in found.finished if found] if found else []
+    values = [v for r in records if (v := _value(r, claim["split"], condition)) is not None]
+    if not values:
+        return Effect(name, NOT_RUN, why="no finished record with this figure")
+    ids = [r["run_id"] for r in records]
+    rules = results.paper.rules
+    why = ""
+    if len(values) >= rules["min_seeds"]:
+        interval = t_interval(values, rules["confidence"])
+    else:
+        interval = _own_interval(records, claim["split"], condition, values)
+        if not interval.known:
+            why = f"{len(values)} seed{'s' if len(values) > 1 else ''}, too few"
+    outcome = side(interval, low, high)
+    return Effect(name, outcome, interval, "", _range_text(low, high), why, ids)
+
+
+def _value(record: Record, split: str, condition: dict[str, Any]) -> float | None:
+    value = metric_of(record, split, condition["metric"])
+    if value is None or "minus" not in condition:
+        return value
+    less = metric_of(record, split, condition["minus"])
+    return None if less is None else value - less
+
+
+def _own_interval(
+    records: list[Record], split: str, condition: dict[str, Any], values: list[float]
+) -> Interval:
+    """The hull of the intervals that the records bring along."""
+    estimate = sum(values) / len(values)
+    nothing = Interval(estimate, None, None, len(values), "too few seeds")
+    if "low" not in condition:
+        return nothing
+    ends = [
+        (
+            _value(r, split, condition | {"metric": condition["low"]}),
+            _value(r, split, condition | {"metric": condition["high"]}),
+        )
+        for r in records
+    ]
+    known = [(low, high) for low, high in ends if low is not None and high is not None]
+    if not known:
+        return nothing
+    return Interval(
+        estimate, min(low for low, _ in known), max(high for _, high in known), len(values),
+        "the record’s bootstrap",
+    )  # fmt: skip
+
+
+def _range_text(low: float, high: float) -> str:
+    if low == -math.inf:
+        return f"at most {number(high)}"
+    if high == math.inf:
+        return f"at least {number(low)}"
+    return f"{number(low)} to {number(high)}"
+
+
+# --------------------------------------------------------------------------------------- bound
+
+
+def bounded(results: Results, claim: Claim) -> tuple[list[Effect], str]:
+    """Inequalities that theory promises; one record that breaks one is enough."""
+    found = results.main(claim["task"], claim["mixer"])
+    records = found.finished if found else []
+    rule = "holds in every record; one that breaks it contradicts"
+    return [_bounded(claim, records, c) for c in claim["conditions"]], rule
+
+
+def _bounded(claim: Claim, records: list[Record], condition: dict[str, Any]) -> Effect:
+    split, metric = claim["split"], condition["metric"]
+    name = _plain(metric)
+    with_figure = [r for r in records if metric in r["metrics"].get(split, {})]
+    if not with_figure:
+        return Effect(name, NOT_RUN, why="no finished record with this figure")
+    ids = [r["run_id"] for r in with_figure]
+    limits = [_limits(r, split, condition) for r in with_figure]
+    if any(low is None or high is None for low, high in limits):
+        return Effect(name, NOT_RUN, why="the record lacks the bound", records=ids)
+    values = [metric_of(r, split, metric) for r in with_figure]
+    finite = [v for v in values if v is not None]  # JSON has no NaN: it is written as null
+    if len(finite) < len(values):
+        return Effect(name, CONTRADICTED, why="not finite", records=ids)
+    held = [low <= v <= high for v, (low, high) in zip(finite, limits, strict=True)]  # type: ignore[operator]
+    estimate = max(finite) if "at_most" in condition else min(finite)
+    interval = Interval(estimate, min(finite), max(finite), len(finite), "range over records")
+    why = f"holds in {sum(held)} of {len(held)} records; brackets give their range"
+    return Effect(
+        name, REPRODUCED if all(held) else CONTRADICTED, interval, "",
+        _bound_text(condition, limits), why, ids,
+    )  # fmt: skip
+
+
+def _limits(
+    record: Record, split: str, condition: dict[str, Any]
+) -> tuple[float | None, float | None]:
+    """Lower and upper limit of a condition in one record; None where a named limit is not there."""
+    ends: list[float | None] = []
+    for key, default in (("at_least", -math.inf), ("at_most", math.inf)):
+        limit = condition.get(key, default)
+        value = metric_of(record, split, limit) if isinstance(limit, str) else float(limit)
+        ends.append(None if value is None else value * float(condition.get("times", 1)))
+    return ends[0], ends[1]
+
+
+def _bound_text(condition: dict[str, Any], limits: list[tuple[Any, Any]]) -> str:
+    factor = f"{condition['times']} × " if "times" in condition else ""
+    for key, word, index in (("at_most", "at most", 1), ("at_least", "at least", 0)):
+        if isinstance(condition.get(key), str):
+            least = min(pair[index] for pair in limits)
+            return f"{word} {factor}{_plain(condition[key])} = {number(least)}"
+        if key in condition:
+            return f"{word} {number(float(condition[key]))}"
+    return ""
+
+
+def _plain(metric: str) -> str:
+    return metric.replace("_", " ")
+
+
+def _percent(results: Results) -> str:
+    return f"{100 * results.paper.rules['confidence']:.0f} %"
+
+
+KINDS: dict[str, Callable[[Results, Claim], tuple[list[Effect], str]]] = {
+    "ranking": ranking, "growth": growing, "speed": speed, "range": in_range, "bound": bounded,
+}  # fmt: skip
+
+
+def markdown(verdicts: list[Verdict], caption: str) -> str:
+    """The verdicts as a Markdown table, each with its parts below."""
+    from gma_bench.report.table import escape_markdown as md
+
+    out = [f"**Claims of the paper.** {md(caption)}", ""]
+    out += ["| claim | verdict | effect |", "|:--|:--|:--|"]
+    for v in verdicts:
+        notes = f" ({'; '.join(v.notes)})" if v.notes else ""
+        effects = "<br>".join(md(effect.shown) for effect in v.effects)
+        out.append(f"| {md(v.id)}: {md(v.statement)} | **{v.outcome}**{md(notes)} | {effects} |")
+    return "\n".join(out) + "\n"
