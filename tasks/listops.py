@@ -92,7 +92,8 @@ class ListOps(Task):
             if size < 1:
                 name = f"task.num_{split}"
                 raise SettingError(name, size, "must be ≥ 1", f"{name}=100")
-        check_settings(sum(self.sizes.values()), min_length, max_length, max_depth, max_args)
+        total = sum(self.sizes.values())
+        check_settings(total, min_length, max_length, max_depth, max_args, data_seed)
         self.law = {
             "min_length": min_length, "max_length": max_length,
             "max_depth": max_depth, "max_args": max_args,
@@ -224,14 +225,17 @@ def _source(source: str | None, data_dir: str | None) -> str:
         )
     if source == "hub":
         raise SettingError(
-            "task.source", source,
+            "task.source",
+            source,
             "the hub has no official ListOps; it is generated, or read from the files of the "
             "Long-Range Arena release",
             "task.source=embedded, or task.source=local task.data_dir=<folder of basic_train.tsv>",
         )
     if source == "local" and not data_dir:
         raise SettingError(
-            "task.data_dir", data_dir, "task.source=local needs a folder",
+            "task.data_dir",
+            data_dir,
+            "task.source=local needs a folder",
             "task.data_dir=<folder of basic_train.tsv, basic_val.tsv, basic_test.tsv>",
         )
     if source == "embedded" and data_dir:
@@ -320,7 +324,8 @@ def _check_lengths(data: Expressions, path: Path, max_length: int) -> None:
     if longest >= max_length:
         line = int(data.lengths.argmax()) + 2
         raise SettingError(
-            "task.max_length", max_length,
+            "task.max_length",
+            max_length,
             f"{path}, line {line} has {longest} tokens, and nothing is cut off",
             f"task.max_length={longest + 1}",
         )

@@ -225,7 +225,7 @@ def _apply(operator: int, values: list[int]) -> int:
 
 
 def check_settings(
-    num_samples: int, min_length: int, max_length: int, max_depth: int, max_args: int
+    num_samples: int, min_length: int, max_length: int, max_depth: int, max_args: int, seed: int = 0
 ) -> None:
     """Refuse settings that no expression satisfies.
 
@@ -234,6 +234,8 @@ def check_settings(
     """
     if num_samples < 0:
         raise SettingError("num_samples", num_samples, "must be ≥ 0", "num_samples=1000")
+    if seed < 0:
+        raise SettingError("task.data_seed", seed, "must be ≥ 0", "task.data_seed=0")
     if max_depth < 1:
         raise SettingError("task.max_depth", max_depth, "must be ≥ 1", "task.max_depth=10")
     if max_args < 2:
@@ -242,7 +244,8 @@ def check_settings(
         raise SettingError("task.min_length", min_length, "must be ≥ 0", "task.min_length=0")
     if max_length < min_length + 2:
         raise SettingError(
-            "task.max_length", max_length,
+            "task.max_length",
+            max_length,
             f"must be at least task.min_length + 2 = {min_length + 2}, "
             "as lengths lie strictly between the two",
             f"task.max_length={max(4 * min_length, min_length + 2)}",
@@ -254,7 +257,8 @@ def check_settings(
             break
     if longest <= min_length:
         raise SettingError(
-            "task.min_length", min_length,
+            "task.min_length",
+            min_length,
             f"must be below {longest}, the longest expression at task.max_depth={max_depth} "
             f"and task.max_args={max_args}",
             f"task.min_length={longest // 2}",
@@ -292,7 +296,7 @@ def generate(
         SettingError: no expression satisfies the settings.
         UserError: fewer than ``num_samples`` distinct expressions were found.
     """
-    check_settings(num_samples, min_length, max_length, max_depth, max_args)
+    check_settings(num_samples, min_length, max_length, max_depth, max_args, seed)
     law = Law(min_length, max_length, max_depth, max_args)
     seen: set[bytes] = set()
     kept: list[Expressions] = []
