@@ -34,8 +34,10 @@ def choices(group: str) -> list[str]:
 
 def new_loader() -> ConfigLoaderImpl:
     """A loader of ``conf/`` that touches no global state of Hydra's."""
+    from hydra import version
     from hydra.core.plugins import Plugins
 
+    version.setbase("1.3")
     Plugins.instance()  # registers launchers and sweepers
     return ConfigLoaderImpl(create_config_search_path(str(CONF)))
 

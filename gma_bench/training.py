@@ -354,6 +354,7 @@ def build_trainer(
         callbacks=[*callbacks, *bar],
         enable_progress_bar=bool(bar),
         enable_model_summary=False,
+        log_every_n_steps=min(training.log_every, batches),
         logger=logger or False,
         use_distributed_sampler=False,  # batches are shared between ranks by the task
         plugins=[SealedCheckpointIO()],
@@ -376,6 +377,7 @@ def build_logger(config: DictConfig) -> Logger | None:
     if target.endswith("WandbLogger"):
         import wandb
 
+        os.environ.setdefault("WANDB_SILENT", "true")
         mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         logger = instantiate(
