@@ -13,6 +13,7 @@ from rich.text import Text
 from gma_bench.errors import UserError
 from gma_bench.report import claims, profile_tables
 from gma_bench.report import tables as tables_module
+from gma_bench.report.page import page
 from gma_bench.report.paper import read_paper
 from gma_bench.report.table import Table, latex, markdown, terminal, to_csv
 from gma_bench.results import read_all
@@ -36,6 +37,7 @@ def build(results_dir: Path, scale: str, against: Path | None, console: Console)
     verdicts = claims.judge_all(results)
     written = write_tables(folder, tables)
     written += write_verdicts(folder, verdicts, results)
+    written.append(write_atomic(folder / "index.html", page(results, tables, verdicts, folder, [])))
     print_tables(console, tables, broken)
     console.print(verdict_table(verdicts, results))
     return written

@@ -18,6 +18,7 @@ from gma_bench.report.groups import (
     metric_of,
     paired,
 )
+from gma_bench.report.profile_tables import FIGURE_NAMES
 from gma_bench.report.profiles import profile
 from gma_bench.report.stats import Interval, bootstrap_interval, t_interval
 from gma_bench.report.tables import Results
@@ -40,6 +41,7 @@ class Effect:
         interval: estimate and ends; None where there is nothing to estimate from.
         unit: of the estimate.
         expected: what the claim says of it.
+        borders: the range that the claim allows, where that is one.
         why: one clause on why it decides nothing, or what else a reader should know.
         records: run ids behind it.
     """
@@ -51,6 +53,7 @@ class Effect:
     expected: str = ""
     why: str = ""
     records: list[str] = field(default_factory=list)
+    borders: tuple[float, float] | None = None
 
     @property
     def shown(self) -> str:
@@ -89,9 +92,16 @@ class Verdict:
         """JSON-ready."""
         return {
             "id": self.id, "statement": self.statement, "verdict": self.outcome, "rule": self.rule,
-            "effects": [asdict(effect) for effect in self.effects], "notes": self.notes,
+            "effects": [_json(effect) for effect in self.effects], "notes": self.notes,
             "records": self.records,
         }  # fmt: skip
+
+
+def _json(effect: Effect) -> dict[str, Any]:
+    content = asdict(effect)
+    ends = effect.borders or ()
+    content["borders"] = [end if math.isfinite(end) else None for end in ends] or None
+    return content
 
 
 def number(value: float | None) -> str:
@@ -100,8 +110,8 @@ def number(value: float | None) -> str:
         return "—"
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         digits = 2 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
-        return f"{value:.{digits}f}"
-    return f"{value:.2e}"
+        return f"{value:.{digits}f}".replace("-", "−")
+    return f"{value:.2e}".replace("-", "−")
 
 
 def judge_all(results: Results) -> list[Verdict]:
@@ -166,7 +176,7 @@ def ranking(results: Results, claim: Claim) -> tuple[list[Effect], str]:
 def _against(results: Results, claim: Claim, rival: str) -> Effect:
     label = results.paper.label
     ratio = claim["effect"] == "ratio"
-    name = f"{label(claim['mixer'])} {'/' if ratio else '−'} {label(rival)}"
+    name = f"{claim['of']}, {label(claim['mixer'])} {'/' if ratio else '−'} {label(rival)}"
     ours, theirs = [
         [results.main(figure["task"], mixer) for figure in claim["figures"]]
         for mixer in (claim["mixer"], rival)
@@ -191,10 +201,12 @@ def _against(results: Results, claim: Claim, rival: str) -> Effect:
     why = _caveat(results, ours, theirs, len(pairs))
     if len(pairs) < rules["min_seeds"] or "do not compare" in why:
         outcome = INCONCLUSIVE
-    border = "1" if ratio else "0"
+    border = 1.0 if ratio else 0.0
+    higher = claim["relation"] == "higher"
+    borders = (border, math.inf) if higher else (-math.inf, border)
     return Effect(
-        name, outcome, interval.mapped(math.exp) if ratio else interval, claim["unit"],
-        f"{'above' if claim['relation'] == 'higher' else 'below'} {border}", why, records,
+        name, outcome, interval.mapped(math.exp) if ratio else interval, claim.get("unit", ""),
+        f"{'above' if higher else 'below'} {border:g}", why, records, borders,
     )  # fmt: skip
 
 
@@ -259,8 +271,8 @@ def growing(results: Results, claim: Claim) -> tuple[list[Effect], str]:
     expected, tolerance = float(claim["exponent"]), float(claim["tolerance"])
     name = f"{results.paper.label(claim['mixer'])}, exponent of {_plain(claim['quantity'])} in N"
     rule = (
-        f"slope on log–log axes, {_percent(results)} t interval within {number(expected)} ± "
-        f"{number(tolerance)}; at least {claim['min_points']} lengths"
+        f"slope on log–log axes, {_percent(results)} t interval within {expected:g} ± "
+        f"{tolerance:g}; at least {claim['min_points']} lengths"
     )
     rows, records = profile(results, claim["task"], claim["mixer"], claim.get("where", {}))
     quantity = claim["quantity"]
@@ -272,12 +284,13 @@ def growing(results: Results, claim: Claim) -> tuple[list[Effect], str]:
     if fitted is None:
         return [Effect(name, NOT_RUN, why="no finished profile with two lengths")], rule
     interval = Interval(fitted.slope, fitted.low, fitted.high, fitted.points, "slope, t")
-    outcome = side(interval, expected - tolerance, expected + tolerance)
+    borders = (expected - tolerance, expected + tolerance)
+    outcome = side(interval, *borders)
     why = f"N from {fitted.from_x:,.0f} to {fitted.to_x:,.0f}"
     if fitted.points < claim["min_points"]:
         outcome, why = INCONCLUSIVE, f"{fitted.points} lengths, too few"
-    shown = f"{number(expected)} ± {number(tolerance)}"
-    return [Effect(name, outcome, interval, "", shown, why, records)], rule
+    shown = f"{expected:g} ± {tolerance:g}"
+    return [Effect(name, outcome, interval, "", shown, why, records, borders)], rule
 
 
 # --------------------------------------------------------------------------------------- speed
@@ -305,7 +318,7 @@ def _speed_ratio(
     label, quantity = results.paper.label, claim["quantity"]
     setting = ", ".join(str(v) for v in claim.get("where", {}).values())
     own = label(claim["mixer"]) + (f" ({setting})" if setting else "")
-    name = f"{own} / {label(rival)}"
+    name = f"speed, {own} / {label(rival)}"
     for mixer, rows in ((own, ours), (label(rival), theirs)):
         if not rows:
             return Effect(name, NOT_RUN, why=f"no throughput rows of {mixer}")
@@ -318,7 +331,7 @@ def _speed_ratio(
     why = f"from {number(math.exp(min(logs)))} to {number(math.exp(max(logs)))} over lengths"
     if len(pairs) < claim["min_points"]:
         outcome, why = INCONCLUSIVE, f"{len(pairs)} lengths, too few"
-    return Effect(name, outcome, ratio, "of its speed", "below 1", why, records)
+    return Effect(name, outcome, ratio, "", "below 1", why, records, (0.0, 1.0))
 
 
 def _by_length(rows: list[dict[str, Any]], quantity: str) -> dict[int, float]:
@@ -363,7 +376,7 @@ def _in_range(
         if not interval.known:
             why = f"{len(values)} seed{'s' if len(values) > 1 else ''}, too few"
     outcome = side(interval, low, high)
-    return Effect(name, outcome, interval, "", _range_text(low, high), why, ids)
+    return Effect(name, outcome, interval, "", _range_text(low, high), why, ids, (low, high))
 
 
 def _value(record: Record, split: str, condition: dict[str, Any]) -> float | None:
@@ -400,10 +413,10 @@ def _own_interval(
 
 def _range_text(low: float, high: float) -> str:
     if low == -math.inf:
-        return f"at most {number(high)}"
+        return f"at most {high:g}"
     if high == math.inf:
-        return f"at least {number(low)}"
-    return f"{number(low)} to {number(high)}"
+        return f"at least {low:g}"
+    return f"{low:g} to {high:g}"
 
 
 # --------------------------------------------------------------------------------------- bound
@@ -460,12 +473,12 @@ def _bound_text(condition: dict[str, Any], limits: list[tuple[Any, Any]]) -> str
             least = min(pair[index] for pair in limits)
             return f"{word} {factor}{_plain(condition[key])} = {number(least)}"
         if key in condition:
-            return f"{word} {number(float(condition[key]))}"
+            return f"{word} {float(condition[key]):g}"
     return ""
 
 
 def _plain(metric: str) -> str:
-    return metric.replace("_", " ")
+    return FIGURE_NAMES.get(metric, metric.replace("_", " "))
 
 
 def _percent(results: Results) -> str:

@@ -197,6 +197,8 @@ INTERPRETED = (
     ("lipschitz_bound", "Lipschitz bound", 3),
 )
 
+FIGURE_NAMES = {metric: name for metric, name, _ in INTERPRETED}
+
 
 def interpretability(results: Results) -> list[Table]:
     """Use of components and what they go with; the paper's figures beside ours."""
