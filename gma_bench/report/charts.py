@@ -68,6 +68,7 @@ class Axis:
     log: bool
     start: float
     end: float
+    binary: bool = False
 
     @classmethod
     def over(cls, values: Sequence[float], log: bool, start: float, end: float) -> Axis:
@@ -75,7 +76,8 @@ class Axis:
         low, high = min(values), max(values)
         if log:
             room = 0.04 * math.log(high / low) if high > low else 0.7
-            return cls(low / math.exp(room), high * math.exp(room), True, start, end)
+            binary = all(value >= 1 and math.log2(value).is_integer() for value in values)
+            return cls(low / math.exp(room), high * math.exp(room), True, start, end, binary)
         room = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
         return cls(low - room, high + room, False, start, end)
 
@@ -90,8 +92,10 @@ class Axis:
     @property
     def ticks(self) -> list[tuple[float, str]]:
         """Position and label of each tick."""
-        values = _log_ticks(self.low, self.high) if self.log else _ticks(self.low, self.high)
-        return [(self.place(v), short(v)) for v in values]
+        if not self.log:
+            return [(self.place(v), short(v)) for v in _ticks(self.low, self.high)]
+        ticks = _log_ticks(self.low, self.high, self.binary)
+        return [(self.place(v), f"{v:,.0f}" if self.binary else short(v)) for v in ticks]
 
 
 def _ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -102,9 +106,15 @@ def _ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [i * step for i in range(first, math.floor(high / step) + 1)]
 
 
-def _log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Powers of 2 over short ranges, of 4, 10, 100, … over longer ones."""
-    for base in (2.0, 4.0, 10.0, 100.0, 1000.0, 1e4):
+def _log_ticks(low: float, high: float, binary: bool, most: int = 6) -> list[float]:
+    """Powers of 2, 4, 16, … where the data are; else 1–2–5, then powers of 10, 100, …"""
+    if not binary:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        fine = [m * 10.0**i for i in range(first, last + 1) for m in (1, 2, 5)]
+        fine = [value for value in fine if low <= value <= high]
+        if 2 <= len(fine) <= most:
+            return fine
+    for base in (2.0, 4.0, 16.0, 256.0) if binary else (10.0, 100.0, 1000.0, 1e4):
         first = math.ceil(math.log(low, base) - 1e-9)
         last = math.floor(math.log(high, base) + 1e-9)
         if last - first < most:
@@ -163,7 +173,7 @@ def scaling(results: Results) -> list[Chart]:
             f"Peak memory of {name}, forward and backward", length, "peak memory (MiB)",
         ))  # fmt: skip
     made.append(_profile(
-        results, "throughput", dict(PROFILE_WHERE), "tokens_per_s", 1, "throughput",
+        results, "throughput", {"sweep": "length", **PROFILE_WHERE}, "tokens_per_s", 1, "throughput",
         "Throughput, forward and backward", length, "tokens/s",
     ))  # fmt: skip
     return [chart for chart in made if chart]

@@ -18,8 +18,8 @@ from gma_bench.report.groups import (
     metric_of,
     paired,
 )
-from gma_bench.report.profile_tables import FIGURE_NAMES
-from gma_bench.report.profiles import profile
+from gma_bench.report.profile_tables import FIGURE_NAMES, REFERENCE_MIXER
+from gma_bench.report.profiles import profile, relative_times
 from gma_bench.report.stats import Interval, bootstrap_interval, t_interval
 from gma_bench.report.tables import Results
 
@@ -297,48 +297,46 @@ def growing(results: Results, claim: Claim) -> tuple[list[Effect], str]:
 
 
 def speed(results: Results, claim: Claim) -> tuple[list[Effect], str]:
-    """A mixer processes fewer tokens a second than others, length by length."""
+    """A mixer takes more time than others, length by length."""
+    where = dict(claim["where"])
     rule = (
-        f"ratio of {_plain(claim['quantity'])} at the same length, geometric mean, "
-        f"{_percent(results)} bootstrap interval over lengths below 1; "
-        f"at least {claim['min_points']} lengths"
+        f"time at the same length over the rival’s (each timed in turn with "
+        f"{results.paper.label(REFERENCE_MIXER)}), geometric mean, {_percent(results)} bootstrap "
+        f"interval over lengths above 1; at least {claim['min_points']} lengths"
     )
-    ours, ids = profile(results, claim["task"], claim["mixer"], claim.get("where", {}))
+    ours, ids = profile(results, claim["task"], claim["mixer"], where)
+    where.pop("backend", None)  # of the others, what they run by themselves
     effects = []
     for rival in claim["than"]:
-        theirs, their_ids = profile(results, claim["task"], rival, {})
-        effects.append(_speed_ratio(results, claim, rival, ours, theirs, ids + their_ids))
+        theirs, their_ids = profile(results, claim["task"], rival, where)
+        effects.append(_slowdown(results, claim, rival, ours, theirs, ids + their_ids))
     return effects, rule
 
 
-def _speed_ratio(
+def _slowdown(
     results: Results, claim: Claim, rival: str, ours: list[dict[str, Any]],
     theirs: list[dict[str, Any]], records: list[str],
 ) -> Effect:  # fmt: skip
-    label, quantity = results.paper.label, claim["quantity"]
-    setting = ", ".join(str(v) for v in claim.get("where", {}).values())
-    own = label(claim["mixer"]) + (f" ({setting})" if setting else "")
-    name = f"speed, {own} / {label(rival)}"
+    label = results.paper.label
+    backend = claim["where"].get("backend")
+    own = label(claim["mixer"]) + (f" ({backend})" if backend else "")
+    name = f"time, {own} / {label(rival)}"
     for mixer, rows in ((own, ours), (label(rival), theirs)):
         if not rows:
             return Effect(name, NOT_RUN, why=f"no throughput rows of {mixer}")
-    pairs = paired(_by_length(ours, quantity), _by_length(theirs, quantity))
+    pairs = paired(relative_times(ours), relative_times(theirs))
     if not pairs:
         return Effect(name, INCONCLUSIVE, why="no length that both were timed at", records=records)
     logs = [math.log(a / b) for a, b in pairs.values()]
     ratio = bootstrap_interval(logs, results.paper.rules["confidence"]).mapped(math.exp)
-    outcome = side(ratio, 0, 1)
+    borders = (1.0, math.inf)
+    outcome = side(ratio, *borders)
     why = f"from {number(math.exp(min(logs)))} to {number(math.exp(max(logs)))} over lengths"
     if len(pairs) < claim["min_points"]:
         outcome, why = INCONCLUSIVE, f"{len(pairs)} lengths, too few"
-    return Effect(name, outcome, ratio, "", "below 1", why, records, (0.0, 1.0))
-
-
-def _by_length(rows: list[dict[str, Any]], quantity: str) -> dict[int, float]:
-    return {
-        int(row["seq_len"]): float(row[quantity]) for row in rows
-        if is_number(row.get(quantity)) and row[quantity] > 0 and is_number(row.get("seq_len"))
-    }  # fmt: skip
+    if ours[0].get("causal") != theirs[0].get("causal"):
+        why += "; one of them causal, the other not"
+    return Effect(name, outcome, ratio, "", "above 1", why, records, borders)
 
 
 # --------------------------------------------------------------------------------------- range

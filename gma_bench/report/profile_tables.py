@@ -7,7 +7,7 @@ from typing import Any
 
 from gma_bench.profiling.growth import fit
 from gma_bench.report.groups import Group, is_number
-from gma_bench.report.profiles import Rows, curve
+from gma_bench.report.profiles import Rows, curve, relative_times
 from gma_bench.report.stats import bootstrap_interval, mean, std
 from gma_bench.report.table import Cell, Column, Kind, Row, Table
 from gma_bench.report.tables import MIB, Results, over_seeds
@@ -41,27 +41,22 @@ def memory(results: Results) -> list[Table]:
 
 
 def throughput(results: Results) -> list[Table]:
-    """Tokens a second against N, and the ratio to fused SDPA."""
-    where = {"pass": TRAINING_PASS}
+    """Tokens a second against N, and time over fused SDPA's."""
+    where = {"sweep": "length", "pass": TRAINING_PASS}
     table = _by_length(
-        results, "throughput", "throughput", "Throughput, forward and backward", where,
+        results, "throughput", "throughput", "Throughput of a mixer, forward and backward", where,
         "tokens_per_s", "tokens_per_s", "tokens/s", 1, "max",
     )  # fmt: skip
     if table is None:
         return []
-    found = _rows_of(results, "throughput", where)
-    reference = next(
-        (rows for row, rows in zip(table.rows, found, strict=True)
-         if row.label == results.paper.label(REFERENCE_MIXER)), []
-    )  # fmt: skip
     label = results.paper.label(REFERENCE_MIXER)
-    table.columns.append(Column("speed_ratio_to_sdpa", f"speed / {label}", digits=2))
+    table.columns.append(Column("time_ratio_to_sdpa", f"time / {label}", digits=2))
     table.footnotes.append(
-        f"Speed / {label}: geometric mean of the ratios at each length, with its 95 % bootstrap "
-        "interval over lengths."
+        f"Time / {label}: each length timed in turn with {label}; geometric mean over lengths, "
+        "with its 95 % bootstrap interval."
     )
-    for row, rows in zip(table.rows, found, strict=True):
-        row.cells.append(_ratio(rows, reference))
+    for row, rows in zip(table.rows, _rows_of(results, "throughput", where), strict=True):
+        row.cells.append(_ratio(rows))
     return [table]
 
 
@@ -155,11 +150,8 @@ def _exponent(rows: Rows) -> Cell:
     return Cell(found.slope, suffix=ends)
 
 
-def _ratio(rows: Rows, reference: Rows) -> Cell:
-    theirs = {r["seq_len"]: r["tokens_per_s"] for r in reference}
-    logs = [
-        math.log(r["tokens_per_s"] / theirs[r["seq_len"]]) for r in rows if r["seq_len"] in theirs
-    ]
+def _ratio(rows: Rows) -> Cell:
+    logs = [math.log(ratio) for ratio in relative_times(rows).values()]
     if not logs:
         return Cell()
     found = bootstrap_interval(logs).mapped(math.exp)

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from gma_bench.profiling.growth import select
+from gma_bench.report.groups import is_number
 from gma_bench.report.tables import Results
 
 Rows = list[dict[str, Any]]
@@ -52,3 +53,15 @@ def curve(rows: Iterable[dict[str, Any]], where: dict[str, Any]) -> Rows:
             first = chosen[0]
             return [r for r in chosen if all(r.get(k) == first.get(k) for k in SETTINGS)]
     return []
+
+
+def relative_times(rows: Rows) -> dict[int, float]:
+    """Sequence length to time over the reference mixer's, both timed in turn in the same minute.
+
+    Two mixers compare through these better than through their milliseconds, which were taken at
+    different times: what slows the machine slows the reference as well.
+    """
+    return {
+        int(row["seq_len"]): float(row["ratio"]) for row in rows
+        if is_number(row.get("ratio")) and row["ratio"] > 0
+    }  # fmt: skip

@@ -175,7 +175,8 @@ def throughput_rows(mixer: str) -> list[dict[str, Any]]:
             slow = 40 if backend == "reference" else 1
             speed = 4e5 / (1 + quadratic + 0.1 * len(mixer)) / slow
             rows.append({
-                "scope": "layer", "pass": "forward_backward", "device": "cpu", "dtype": "float32",
+                "sweep": "length", "scope": "layer", "pass": "forward_backward", "device": "cpu",
+                "dtype": "float32", "reference": "sdpa", "ratio": 4e5 / (1 + n / 4096 + 0.4) / speed,
                 "causal": True, "batch_size": 4, "seq_len": n, "status": "ok", "backend": backend,
                 "tokens_per_s": speed, "median_ms": 4000 * n / speed,
             })  # fmt: skip

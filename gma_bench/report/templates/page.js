@@ -73,10 +73,11 @@
       }
       tip.append(title, rows);
       tip.hidden = false;
-      const scale = svg.clientWidth / svg.viewBox.baseVal.width;
+      const box = svg.getBoundingClientRect(), frame = chart.getBoundingClientRect();
+      const scale = box.width / svg.viewBox.baseVal.width;
       const left = x * scale + 12, room = chart.clientWidth - tip.offsetWidth;
       tip.style.left = `${Math.max(0, left <= room ? left : Math.min(room, x * scale - tip.offsetWidth - 12))}px`;
-      tip.style.top = `${svg.offsetTop + 8}px`;
+      tip.style.top = `${box.top - frame.top + 8}px`;
     };
     const nearest = (x) => xs.reduce((best, v, i) => Math.abs(v - x) < Math.abs(xs[best] - x) ? i : best, 0);
     svg.addEventListener("pointermove", (event) => {
