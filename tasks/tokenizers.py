@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +27,8 @@ KINDS = ("word", "bpe", "gpt2", "byte")
 GPT2 = "openai-community/gpt2"
 
 Ids = NDArray[np.uint32]
-Documents = Callable[[], Iterable[str]]
-"""Opens a pass over documents; every line of a document ends in a newline."""
+_PIECE_START = re.compile(r"(?= \S)")
+"""Where GPT-2's pattern cuts whatever surrounds it: before a space that a visible character follows."""
 
 
 class Tokenizer(ABC):
@@ -136,10 +139,13 @@ def _count_words(texts: list[str]) -> Counter[str]:
 class BytePairTokenizer(Tokenizer):
     """Byte-level byte-pair encoding; any text has ids and comes back whole.
 
-    Nothing in the text is read as a special token. Threads of the ``tokenizers`` library encode.
+    Nothing in the text is read as a special token. Merges never cross the pieces into which the
+    pre-tokenizer cuts a text, so the ids of pieces seen before are looked up.
     """
 
     kind = "bpe"
+    most_known = 1 << 19
+    """Pieces remembered at most, which bounds the memory."""
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
         model.encode_special_tokens = True
@@ -149,6 +155,10 @@ class BytePairTokenizer(Tokenizer):
         if len(newline) != 1:
             raise UserError("the tokenizer has no token for a line end; it must be byte-level")
         self.line_end = newline[0] + 1
+        self.known: dict[str, list[int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "known": {}}
 
     @classmethod
     def train(cls, documents: Iterable[str], size: int) -> BytePairTokenizer:
@@ -168,8 +178,23 @@ class BytePairTokenizer(Tokenizer):
         return cls(model)
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        encoded = self.model.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.asarray(one.ids, np.uint32) + np.uint32(1) for one in encoded]
+        cut = [_PIECE_START.split(text) for text in texts]
+        if len(self.known) > self.most_known:
+            self.known.clear()
+        new = list({piece: None for pieces in cut for piece in pieces if piece not in self.known})
+        for piece, encoded in zip(
+            new, self.model.encode_batch_fast(new, add_special_tokens=False), strict=True
+        ):
+            self.known[piece] = encoded.ids
+        known = self.known
+        return [
+            np.fromiter(chain.from_iterable(map(known.__getitem__, pieces)), np.uint32) + 1
+            for pieces in cut
+        ]
+
+    def encode_stream(self, batches: Iterable[list[str]]) -> Iterator[list[Ids]]:
+        with _tokenizer_threads_off():
+            yield from ordered_map(self.encode, batches, available_cores(), shared=True)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.model.decode([i - 1 for i in ids if i != PAD], skip_special_tokens=False)
@@ -217,6 +242,21 @@ class Gpt2Tokenizer(BytePairTokenizer):
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = decoders.ByteLevel()
         return cls(model)
+
+
+@contextmanager
+def _tokenizer_threads_off() -> Iterator[None]:
+    """Processes forked meanwhile do not wait for the library's threads, which they do not have."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def from_json(text: str) -> Tokenizer:
