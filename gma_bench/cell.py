@@ -174,5 +174,3 @@ def describe(record: Record) -> str:
     )  # fmt: skip
     when = "already finished, skipped" if record.get("skipped") else f"{record['duration_s']:.0f} s"
     return f"{name}: {figure} ({when})"
-
-

@@ -60,13 +60,25 @@ def parser() -> argparse.ArgumentParser:
     listing = add("list", "show tasks, mixers and scales, with parameters and FLOPs of each mixer")
     listing.add_argument("--names", action="store_true", help="names only, at once")
     run = add("run", "run one cell, or a sweep of them", RUN_EXAMPLES)
-    run.add_argument("-m", "--multirun", action="store_true", help="sweep over comma-separated values")
+    run.add_argument(
+        "-m", "--multirun", action="store_true", help="sweep over comma-separated values"
+    )
     run.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
-    reproduce = add("reproduce", "run the missing cells of the paper's grid, then report", REPRODUCE_EXAMPLES)
-    reproduce.add_argument("--dry-run", action="store_true", help="compose, build and cost every cell; run none")
-    reproduce.add_argument("--only", action="append", metavar="key=a,b", default=[], help="a part of the grid")
-    report = add("report", "tables, plots, verdicts and page from the records alone", REPORT_EXAMPLES)
-    report.add_argument("--against", type=Path, metavar="DIR", help="what changed since this results folder")
+    reproduce = add(
+        "reproduce", "run the missing cells of the paper's grid, then report", REPRODUCE_EXAMPLES
+    )
+    reproduce.add_argument(
+        "--dry-run", action="store_true", help="compose, build and cost every cell; run none"
+    )
+    reproduce.add_argument(
+        "--only", action="append", metavar="key=a,b", default=[], help="a part of the grid"
+    )
+    report = add(
+        "report", "tables, plots, verdicts and page from the records alone", REPORT_EXAMPLES
+    )
+    report.add_argument(
+        "--against", type=Path, metavar="DIR", help="what changed since this results folder"
+    )
     add("check", "hold a mixer to the contract", CHECK_EXAMPLES)
     return top
 

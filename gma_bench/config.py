@@ -90,7 +90,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> UserError:
     spelled = next((o for o in overrides if o.partition("=")[0] == key), f"{key}=…")
-    known = list(_keys(new_loader().load_configuration("config", _group_choices(overrides), RunMode.RUN)))
+    known = list(
+        _keys(new_loader().load_configuration("config", _group_choices(overrides), RunMode.RUN))
+    )
     parent = key.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == parent] or known
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -132,7 +134,9 @@ def _integer(low: int) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
 
 
-def _number(low: float, high: float = float("inf"), *, open_low: bool = False) -> Callable[[Any], bool]:
+def _number(
+    low: float, high: float = float("inf"), *, open_low: bool = False
+) -> Callable[[Any], bool]:
     return lambda v: (
         isinstance(v, int | float)
         and not isinstance(v, bool)

@@ -52,7 +52,9 @@ def machine(device: str | None = None, threads: int | None = None) -> dict[str, 
         "host": socket.gethostname(),
         "system": platform.platform(),
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "device": device or cpu,
         "threads": threads,
     }

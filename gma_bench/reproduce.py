@@ -260,4 +260,3 @@ def dry_run(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
     from gma_bench.dry_run import show
 
     return show(grid([o for o in overrides if not o.startswith("hydra")], only))
-

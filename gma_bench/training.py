@@ -86,7 +86,12 @@ class Trainee(L.LightningModule):
         super().__init__()
         self.model, self.training_config = model, training
         self.task = task
-        self.curves: dict[str, list[float]] = {"step": [], "train_loss": [], "lr": [], "val_step": []}
+        self.curves: dict[str, list[float]] = {
+            "step": [],
+            "train_loss": [],
+            "lr": [],
+            "val_step": [],
+        }
         self.test_figures: dict[str, float] = {}
         self.tokens, self.seconds = 0, 0.0
         self._pending: list[tuple[int, Tensor]] = []
@@ -218,6 +223,7 @@ class Trainee(L.LightningModule):
     # --- resuming: what Lightning does not keep by itself ---
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._flush_losses()  # callbacks may save before this step's loss was looked at
         checkpoint["curves"] = self.curves
         checkpoint["progress"] = {"tokens": self.tokens, "seconds": self.seconds}
         checkpoint["random"] = {"cpu": torch.get_rng_state()}
@@ -277,7 +283,12 @@ class ResumePoint(Callback):
                 signal.signal(signum, handler)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         due = self.signum is not None or time.monotonic() - self._last >= self.interval_s
         if not due or not self._between_steps(trainer, batch_idx):
@@ -443,7 +454,15 @@ def _quiet() -> Iterator[None]:
     """Without Lightning's advice that does not apply here."""
     import logging
 
-    loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
+    loggers = [
+        logging.getLogger(f"lightning.{name}")
+        for name in (
+            "pytorch",
+            "pytorch.utilities.rank_zero",
+            "fabric",
+            "fabric.utilities.rank_zero",
+        )
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)

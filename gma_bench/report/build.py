@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
@@ -13,8 +14,9 @@ from rich.text import Text
 from gma_bench.errors import UserError
 from gma_bench.report import claims, profile_tables
 from gma_bench.report import tables as tables_module
+from gma_bench.report.against import compare, read_other
 from gma_bench.report.page import page
-from gma_bench.report.paper import read_paper
+from gma_bench.report.paper import Paper, read_paper
 from gma_bench.report.table import Table, latex, markdown, terminal, to_csv
 from gma_bench.results import read_all
 from gma_bench.store import write_atomic
@@ -35,12 +37,48 @@ def build(results_dir: Path, scale: str, against: Path | None, console: Console)
     results = tables_module.Results(scale, records, broken, read_paper(results_dir))
     tables = all_tables(results)
     verdicts = claims.judge_all(results)
+    if against is not None:
+        tables += compare(results, read_other(against, results), str(against))
     written = write_tables(folder, tables)
     written += write_verdicts(folder, verdicts, results)
-    written.append(write_atomic(folder / "index.html", page(results, tables, verdicts, folder, [])))
-    print_tables(console, tables, broken)
+    figures = draw(records, folder, results.paper)
+    text = page(results, tables, verdicts, folder, figures)
+    written += [*figures, write_atomic(folder / "index.html", text)]
+    print_tables(console, [t for t in tables if t.id not in FILES_ONLY], broken)
     console.print(verdict_table(verdicts, results))
     return written
+
+
+FILES_ONLY = ("against_metrics",)
+"""Tables too long for a terminal."""
+
+
+def draw(records: list[dict[str, Any]], folder: Path, paper: Paper) -> list[Path]:
+    """The scaling figures, drawn again only when a record they might show has changed."""
+    profiled = [r for r in records if r["rows"]]
+    if not profiled:
+        return []
+    stamp, inputs = folder / "figures" / ".inputs.json", digest(profiled)
+    try:
+        known = json.loads(stamp.read_text())
+        files = [folder / "figures" / name for name in known["files"]]
+        if known["inputs"] == inputs and all(file.is_file() for file in files):
+            return files
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # never drawn, or not by this version
+    from gma_bench.report.curves import draw_all
+
+    drawn = draw_all(records, folder / "figures", paper)
+    names = [path.relative_to(folder / "figures").as_posix() for path in drawn]
+    write_atomic(stamp, json.dumps({"inputs": inputs, "files": names}) + "\n")
+    return drawn
+
+
+def digest(records: list[dict[str, Any]]) -> str:
+    """Of what the figures show, and of the code that draws them."""
+    code = [(Path(__file__).parent / name).read_bytes() for name in ("curves.py", "style.py")]
+    shown = json.dumps([[r["run_id"], r["rows"], r["status"]] for r in records], sort_keys=True)
+    return hashlib.sha256(b"".join([shown.encode(), *code])).hexdigest()
 
 
 def all_tables(results: tables_module.Results) -> list[Table]:

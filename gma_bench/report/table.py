@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -270,11 +271,12 @@ def latex(table: Table) -> str:
         r"\centering\small",
         rf"\caption{{\textbf{{{tex_escape(table.title)}.}} {tex_escape(table.full_caption)}}}",
         rf"\label{{tab:{table.id}}}",
+        r"\smallskip\setlength{\tabcolsep}{4pt}",
         # Scaled down only where it would stick out.
         rf"\resizebox{{\ifdim\width>{measure} {measure}\else\width\fi}}{{!}}{{%",
         rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
         r"\toprule",
-        " & ".join(tex_escape(h) for h in heads) + r" \\",
+        " & ".join([tex_escape(heads[0]), *(_stacked(h) for h in heads[1:])]) + r" \\",
         r"\midrule",
         *body,
         r"\bottomrule",
@@ -287,6 +289,12 @@ def latex(table: Table) -> str:
             r"\end{minipage}",
         ]
     return "\n".join([*lines, rf"\end{{{environment}}}"]) + "\n"
+
+
+def _stacked(head: str, width: int = 14) -> str:
+    """A column's head in short lines, so that heads do not make the table wider than its figures."""
+    lines = textwrap.wrap(head, width, break_long_words=False)
+    return rf"\begin{{tabular}}[b]{{@{{}}r@{{}}}}{r' \\ '.join(map(tex_escape, lines))}\end{{tabular}}"
 
 
 def terminal(table: Table) -> RichTable:

@@ -1,0 +1,64 @@
+"""Files are whole or absent, and a lock is held by one process at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from gma_bench.errors import UserError
+from gma_bench.store import locked, require_disk, sha256_tree, write_atomic
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
+    path = write_atomic(tmp_path / "file", "old")
+
+    def half(file: BinaryIO) -> None:
+        file.write(b"new, but")
+        raise RuntimeError("died")
+
+    with pytest.raises(RuntimeError):
+        write_atomic(path, half)
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    def full(file: BinaryIO) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="No space left"):
+        write_atomic(tmp_path / "file", full)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="MiB free"):
+        require_disk(tmp_path / "deep" / "er", 1 << 60, "a test")
+
+
+def test_the_digest_of_a_folder_follows_names_and_content(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    first = sha256_tree(tmp_path)
+    (tmp_path / "a").rename(tmp_path / "b")
+    second = sha256_tree(tmp_path)
+    (tmp_path / "b").write_text("2")
+    assert len({first, second, sha256_tree(tmp_path)}) == 3
+
+
+def test_a_lock_is_held_by_one_process_and_dies_with_it(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from gma_bench.store import locked\n"
+        "with locked(sys.argv[1]): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with locked(tmp_path / "x", wait=False) as free:
+        assert not free
+    holder.kill()
+    holder.wait()
+    with locked(tmp_path / "x", wait=False) as free:
+        assert free
