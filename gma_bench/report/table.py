@@ -292,9 +292,9 @@ def latex(table: Table) -> str:
 
 
 def _stacked(head: str, width: int = 14) -> str:
-    """A column's head in short lines, so that heads do not make the table wider than its figures."""
-    lines = textwrap.wrap(head, width, break_long_words=False)
-    return rf"\begin{{tabular}}[b]{{@{{}}r@{{}}}}{r' \\ '.join(map(tex_escape, lines))}\end{{tabular}}"
+    """A column's head in short lines, so that heads do not make the table wider than figures do."""
+    lines = map(tex_escape, textwrap.wrap(head, width, break_long_words=False))
+    return r"\begin{tabular}[b]{@{}r@{}}" + r" \\ ".join(lines) + r"\end{tabular}"
 
 
 def terminal(table: Table) -> RichTable:
