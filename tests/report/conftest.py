@@ -257,3 +257,30 @@ def write_records() -> Callable[[Path, Iterable[Record]], Path]:
 def make_profiling() -> Callable[..., list[Record]]:
     """Makes the profiling cells."""
     return profiling
+
+
+@pytest.fixture(scope="session")
+def writer() -> Callable[[Path, Iterable[Record]], Path]:
+    """:func:`write`, for fixtures that outlive a test."""
+    return write
+
+
+@pytest.fixture(scope="session")
+def records_for_page() -> Callable[[str], list[Record]]:
+    """Everything that the page shows: all cells, a variant, a failed run, a mixer of any name."""
+
+    def make(name: str) -> list[Record]:
+        made = [r for r in grid() if (r["task"], r["mixer"], r["seed"]) != ("listops", "performer", 2)]
+        made.append(failed("listops", "performer", 2))
+        data = made[0]["data"]
+        for seed in range(3):
+            changed = record(
+                "listops", "gma", seed, settings={"mixer": {"num_components": 32}},
+                value=0.35 + seed / 1000, data=data,
+            )  # fmt: skip
+            changed["command"] += " mixer.num_components=32"
+            made.append(changed)
+        made.append(record("mqar", "gma", value=0.9, data=data | {"name": name}))
+        return made + profiling()
+
+    return make
