@@ -109,7 +109,8 @@ def number(value: float | None) -> str:
     if value is None:
         return "—"
     if value == 0 or 1e-3 <= abs(value) < 1e5:
-        digits = 2 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
+        rounded = abs(float(f"{value:.2e}"))  # 0.9996 has the decimals of 1.00, not of 0.999
+        digits = 2 if value == 0 else max(0, 2 - math.floor(math.log10(rounded)))
         return f"{value:.{digits}f}".replace("-", "−")
     return f"{value:.2e}".replace("-", "−")
 
@@ -438,6 +439,9 @@ def _bounded(claim: Claim, records: list[Record], condition: dict[str, Any]) -> 
     limits = [_limits(r, split, condition) for r in with_figure]
     if any(low is None or high is None for low, high in limits):
         return Effect(name, NOT_RUN, why="the record lacks the bound", records=ids)
+    untested = _untested(with_figure, split, condition)
+    if untested:
+        return Effect(name, INCONCLUSIVE, why=untested, records=ids)
     values = [metric_of(r, split, metric) for r in with_figure]
     finite = [v for v in values if v is not None]  # JSON has no NaN: it is written as null
     if len(finite) < len(values):
@@ -450,6 +454,20 @@ def _bounded(claim: Claim, records: list[Record], condition: dict[str, Any]) -> 
         name, REPRODUCED if all(held) else CONTRADICTED, interval, "",
         _bound_text(condition, limits), why, ids,
     )  # fmt: skip
+
+
+def _untested(records: list[Record], split: str, condition: dict[str, Any]) -> str:
+    """Why the inequality could not have failed, or nothing."""
+    needs = condition.get("needs")
+    if not needs:
+        return ""
+    for record in records:
+        have = metric_of(record, split, needs["metric"])
+        limit = metric_of(record, split, needs["more_than"])
+        if have is None or limit is None or have <= limit:
+            shown = f"{_plain(needs['metric'])} {number(have)}"
+            return f"holds by itself with {shown} and {_plain(needs['more_than'])} {number(limit)}"
+    return ""
 
 
 def _limits(

@@ -181,6 +181,7 @@ INTERPRETED = (
     ("nmi", "NMI with surface-form categories", 3),
     ("nmi_permuted", "NMI with shuffled categories", 3),
     ("ami", "AMI with surface-form categories", 3),
+    ("affinity_length", "tokens of the affinity, N", 0),
     ("affinity_rank_max", "largest rank of the affinity", 0),
     ("affinity_min", "smallest affinity", 6),
     ("gradient_norm_initial", "gradient norm at the start", 3),

@@ -77,7 +77,8 @@
       const scale = box.width / svg.viewBox.baseVal.width;
       const left = x * scale + 12, room = chart.clientWidth - tip.offsetWidth;
       tip.style.left = `${Math.max(0, left <= room ? left : Math.min(room, x * scale - tip.offsetWidth - 12))}px`;
-      tip.style.top = `${box.top - frame.top + 8}px`;
+      // On a phone the values would cover the curves: they go below them.
+      tip.style.top = `${(frame.width < 420 ? box.bottom : box.top) - frame.top + 8}px`;
     };
     const nearest = (x) => xs.reduce((best, v, i) => Math.abs(v - x) < Math.abs(xs[best] - x) ? i : best, 0);
     svg.addEventListener("pointermove", (event) => {
