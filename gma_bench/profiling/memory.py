@@ -1,0 +1,391 @@
+"""The memory task: peak bytes against sequence length and number of components."""
+
+from __future__ import annotations
+
+import gc
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from gma_bench.profiling.growth import Growth, growth_of
+from gma_bench.profiling.storages import StorageTracker, saved_for_backward
+from gma_bench.profiling.subject import (
+    Subject,
+    build_subject,
+    form_of,
+    num_threads,
+    resolve_device,
+    resolve_mixer,
+)  # fmt: skip
+from gma_bench.results import Outcome
+
+NOT_SIMULABLE = (
+    DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)  # fmt: skip
+
+
+class OutOfMemory(Exception):
+    """An allocation that the machine refused; the message is the allocator's."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one call took.
+
+    Attributes:
+        peak_bytes: the most that was alive at once, above what was there before the call.
+        saved_bytes: kept for the backward pass at the end of the forward pass.
+        parameter_bytes: parameters and buffers; not part of the peak, nor are their gradients.
+        standing_bytes: everything that was there before the call.
+        seconds: how long building and running took.
+    """
+
+    peak_bytes: int
+    saved_bytes: int
+    parameter_bytes: int
+    standing_bytes: int
+    seconds: float
+
+
+def measure(build: Callable[[], Subject], device: torch.device) -> Footprint:
+    """Build a subject, run its pass once and follow its storages.
+
+    On CUDA the peak is the allocator's, taken after a first call that lets libraries allocate their
+    workspaces; on the CPU it is that of :class:`StorageTracker`.
+
+    Raises:
+        OutOfMemory: an allocation failed. Everything of the call is freed by then.
+    """
+    start = time.perf_counter()
+    message = ""
+    try:
+        with _no_garbage_collection():
+            subject = build()
+            if device.type == "cuda":
+                _warm_up(subject)
+                torch.cuda.reset_peak_memory_stats(device)
+                before = torch.cuda.memory_allocated(device)
+            peak, saved = _follow(subject)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                peak = torch.cuda.max_memory_allocated(device) - before
+            parameters, standing = subject.parameter_bytes(), subject.standing_bytes()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if message:  # raised here, where the frames that hold the tensors are gone
+        gc.collect()
+        raise OutOfMemory(message)
+    return Footprint(peak, saved, parameters, standing, time.perf_counter() - start)
+
+
+def simulate(build: Callable[[], Subject]) -> Footprint:
+    """The same as :func:`measure` on tensors without data: any length, any device, no memory.
+
+    Raises:
+        NOT_SIMULABLE: an operator has no fake implementation, or its output depends on data.
+    """
+    start = time.perf_counter()
+    with _no_garbage_collection(), FakeTensorMode():
+        subject = build()
+        peak, saved = _follow(subject)
+        parameters, standing = subject.parameter_bytes(), subject.standing_bytes()
+    return Footprint(peak, saved, parameters, standing, time.perf_counter() - start)
+
+
+def _follow(subject: Subject) -> tuple[int, int]:
+    with StorageTracker() as tracker:
+        if subject.gradient is None:
+            out = subject.run()
+            return tracker.peak_bytes, 0
+        with saved_for_backward(tracker) as saved:
+            out = subject.run()
+        saved_bytes = saved.num_bytes()
+        out.backward(subject.gradient)
+    return tracker.peak_bytes, saved_bytes
+
+
+def _warm_up(subject: Subject) -> None:
+    subject.run_pass()
+    for tensor in subject.inputs:
+        tensor.grad = None  # as in a first call: the input's gradient is allocated, not added to
+    torch.cuda.synchronize()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator raised it: Python's, torch's on the CPU, or CUDA's."""
+    words = (
+        "can't allocate memory",
+        "not enough memory",
+        "out of memory",
+        "bad_alloc",
+        "Cannot allocate",
+    )
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        word in str(error) for word in words
+    )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    # A collection in the middle would free cycles early in one run and late in another.
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    # What torch and Hydra keep for good makes a collection cost more than a simulated cell.
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+# --- limits ----------------------------------------------------------------------------------
+
+
+def available_bytes(budget_gib: float, device: torch.device) -> int:
+    """What a measured call may use: the budget, or less where the machine has less.
+
+    On the CPU that is what the kernel calls available and what ``ulimit -v`` leaves.
+    """
+    limits = [budget_gib * 2**30]
+    if device.type == "cuda":
+        limits.append(torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else 0)
+        return int(min(limits))
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) * 1024)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        used = next(
+            (int(x.split()[1]) for x in _lines("/proc/self/status") if x.startswith("VmSize:")), 0
+        )
+        limits.append(max(0, soft - used * 1024))
+    return int(min(limits))
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def extrapolate(done: list[tuple[int, float]], x: int) -> float | None:
+    """A quantity at ``x`` from its last two values, as a power of ``x`` between 1 and 3; None before that."""
+    if len(done) < 2 or min(done[-2][1], done[-1][1]) <= 0:
+        return None
+    (x0, y0), (x1, y1) = done[-2:]
+    exponent = math.log(y1 / y0) / math.log(x1 / x0)
+    return float(y1 * (x / x1) ** min(max(exponent, 1.0), 3.0))
+
+
+# --- the sweep -------------------------------------------------------------------------------
+
+
+def profile(config: DictConfig) -> Outcome:
+    """Run one cell of ``task=memory``: one mixer at every length and number of components.
+
+    Rows: ``sweep`` (``length`` or ``components``), ``scope`` (``layer``, ``model``), ``pass``
+    (``forward``, ``forward_backward``), ``method`` (``measured``, ``simulated``), ``device``,
+    ``dtype``, ``causal``, ``batch_size``, ``seq_len``, ``num_components``, ``status``,
+    ``peak_bytes``, ``saved_bytes``, ``parameter_bytes``, ``standing_bytes``, ``seconds``,
+    ``simulated_bytes`` (of a measured row), ``reached``, ``reason``. Status is ``ok``; ``OOM`` where
+    the memory does not suffice; ``time`` where the call would take longer than
+    ``task.cell_seconds``; ``unavailable`` where it cannot be simulated. ``reached`` is then the
+    largest length (or K) that was done.
+    """
+    task = config.task
+    device = resolve_device(task.device)
+    series = [
+        _Series(config, device, scope, step, sweep)
+        for sweep in ("length", "components") for scope in task.scopes for step in task.passes
+        if sweep == "length" or (task.components and scope == "layer" and "num_components" in config.mixer)
+    ]  # fmt: skip
+    with num_threads(config.trainer.num_threads), _frozen_garbage():
+        torch.manual_seed(config.seed)
+        rows = [row for one in series for row in one.rows()]
+    growths = [g for one in series if (g := one.growth(rows)) is not None]
+    metrics: dict[str, dict[str, float]] = {}
+    for one, growth in growths:
+        name = f"slope_{one.pass_}" if one.sweep == "length" else f"slope_components_{one.pass_}"
+        metrics.setdefault(one.scope, {}).update(
+            {name: growth.slope, f"{name}_low": growth.low, f"{name}_high": growth.high}
+        )
+    compared = [r for r in rows if r["method"] == "measured" and r["status"] == "ok"]
+    equal = [r for r in compared if r["peak_bytes"] == r["simulated_bytes"]]
+    return Outcome(
+        metric="memory_slope",
+        split="layer",
+        value=metrics.get("layer", {}).get("slope_forward_backward"),
+        higher_is_better=False,
+        metrics=metrics,
+        rows=rows,
+        data={"source": "random inputs", "name": "profiling"},
+        extra={
+            "compared_with_simulation": len(compared),
+            "equal_to_simulation": len(equal),
+            "growth": [{**one.columns(), **growth.as_dict()} for one, growth in growths],
+        },
+    )
+
+
+class _Series:
+    """One curve: a scope and a pass over lengths (or numbers of components), by both methods."""
+
+    def __init__(
+        self, config: DictConfig, device: torch.device, scope: str, pass_: str, sweep: str
+    ) -> None:
+        self.config, self.device, self.scope, self.pass_, self.sweep = (
+            config,
+            device,
+            scope,
+            pass_,
+            sweep,
+        )
+        self.causal = form_of(config.mixer, config.task.causal)
+        task = config.task
+        self.points = sorted(task.lengths if sweep == "length" else task.components)
+
+    def columns(self) -> dict[str, Any]:
+        """What all rows of the series share."""
+        task = self.config.task
+        return {
+            "sweep": self.sweep, "scope": self.scope, "pass": self.pass_, "device": self.device.type,
+            "dtype": task.dtype, "causal": self.causal, "batch_size": task.batch_size,
+        }  # fmt: skip
+
+    def growth(self, rows: list[dict[str, Any]]) -> tuple[_Series, Growth] | None:
+        """Growth of the simulated curve, or of the measured one where it cannot be simulated."""
+        x = "seq_len" if self.sweep == "length" else "num_components"
+        for method in ("simulated", "measured"):
+            found = growth_of(rows, "peak_bytes", x, method=method, **self.columns())
+            if found is not None:
+                return self, found
+        return None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Simulated rows, then measured ones, each in order of length or K."""
+        simulated: dict[int, Footprint] = {}
+        for row, found in self._simulated():
+            if found is not None:
+                simulated[row["seq_len" if self.sweep == "length" else "num_components"]] = found
+            yield row
+        if self.config.task.measured:
+            yield from self._measured(simulated)
+
+    def _simulated(self) -> Iterator[tuple[dict[str, Any], Footprint | None]]:
+        done: list[tuple[int, float]] = []
+        for point in self.points:
+            seconds = extrapolate(done, point)
+            if seconds is not None and seconds > self.config.task.simulation_seconds:
+                reason = f"would take {seconds:.0f} s"
+                yield self._row(point, "simulated", "time", reason=reason, done=done), None
+                continue
+            try:
+                found = simulate(self._builder(point))
+            except self._not_simulable() as error:
+                reason = f"cannot be simulated here: {str(error).splitlines()[0]}"
+                yield self._row(point, "simulated", "unavailable", reason=reason, done=done), None
+                continue
+            done.append((point, found.seconds))
+            yield self._row(point, "simulated", "ok", found), found
+
+    def _not_simulable(self) -> tuple[type[Exception], ...]:
+        # Autograd asks the driver about fake CUDA tensors and raises a bare RuntimeError without one.
+        bare = self.device.type == "cuda" and not torch.cuda.is_available()
+        return (*NOT_SIMULABLE, RuntimeError) if bare else NOT_SIMULABLE
+
+    def _measured(self, simulated: dict[int, Footprint]) -> Iterator[dict[str, Any]]:
+        task, failed = self.config.task, ""
+        done: list[tuple[int, float]] = []
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            return
+        for point in self.points:
+            if self.sweep == "length" and point > task.measured_max_length:
+                return
+            expected = simulated.get(point)
+            seconds = extrapolate(done, point)
+            failed = failed or self._too_large(expected)
+            if failed:
+                yield self._row(point, "measured", "OOM", reason=failed, done=done)
+            elif seconds is not None and seconds > task.cell_seconds:
+                yield self._row(
+                    point, "measured", "time", reason=f"would take {seconds:.0f} s", done=done
+                )
+            else:
+                try:
+                    found = measure(self._builder(point), self.device)
+                except OutOfMemory as error:
+                    failed = str(error)
+                    yield self._row(point, "measured", "OOM", reason=failed, done=done)
+                    continue
+                done.append((point, found.seconds))
+                row = self._row(point, "measured", "ok", found)
+                yield row | {"simulated_bytes": None if expected is None else expected.peak_bytes}
+
+    def _too_large(self, expected: Footprint | None) -> str:
+        if expected is None:
+            return ""
+        needed = expected.standing_bytes + expected.peak_bytes
+        budget = available_bytes(self.config.task.budget_gib, self.device)
+        if needed <= budget:
+            return ""
+        return f"needs {needed / 2**30:.1f} GiB of {budget / 2**30:.1f} GiB"
+
+    def _builder(self, point: int) -> Callable[[], Subject]:
+        length, components = self._sizes(point)
+        changes = {} if components is None else {"num_components": components}
+        mixer = resolve_mixer(self.config.mixer, **changes)
+        return lambda: build_subject(
+            self.config, mixer, scope=self.scope, seq_len=length, device=self.device,
+            backward=self.pass_ == "forward_backward", causal=self.causal,
+        )  # fmt: skip
+
+    def _sizes(self, point: int) -> tuple[int, int | None]:
+        if self.sweep == "length":
+            return point, self.config.mixer.get("num_components")
+        return self.config.task.components_length, point
+
+    def _row(
+        self, point: int, method: str, status: str, found: Footprint | None = None, *,
+        reason: str = "", done: list[tuple[int, float]] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        length, components = self._sizes(point)
+        return {
+            **self.columns(), "method": method, "seq_len": length, "num_components": components,
+            "status": status,
+            "peak_bytes": found and found.peak_bytes,
+            "saved_bytes": found and found.saved_bytes,
+            "parameter_bytes": found and found.parameter_bytes,
+            "standing_bytes": found and found.standing_bytes,
+            "seconds": found and round(found.seconds, 4),
+            "simulated_bytes": None,
+            "reached": None if found else (done[-1][0] if done else 0),
+            "reason": reason or None,
+        }  # fmt: skip
