@@ -24,8 +24,6 @@ from gma_bench.results import BrokenRecord, read_all, read_record, record_path
 from gma_bench.store import locked
 from gma_bench.sweep import launch
 
-DEFAULT_LAUNCHER = "joblib"
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -103,7 +101,7 @@ def reproduce(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
     own = [o for o in overrides if not o.startswith("hydra")]
     hydra = [o for o in overrides if o.startswith("hydra")]
     if not any(o.startswith("hydra/launcher=") for o in hydra):
-        hydra.append(f"hydra/launcher={DEFAULT_LAUNCHER}")
+        hydra.append(f"hydra/launcher={_default_launcher(own)}")
     cells = grid(own, only)
     missing = [c for c in cells if finished_record(c.path) is None]
     _announce(console, cells, missing)
@@ -124,6 +122,14 @@ def reproduce(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
             words += ["--only", f"{key}={','.join(names)}"]
         console.print(shlex.join(words), soft_wrap=True)
     return 1 if failed else 0
+
+
+def _default_launcher(overrides: Sequence[str]) -> str:
+    """A cell a core; one after another where they share a GPU."""
+    import torch
+
+    on_cpu = "trainer=cpu" in overrides or not torch.cuda.is_available()
+    return "joblib" if on_cpu else "basic"
 
 
 def _name(cell: Cell, key: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 
 from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,15 +18,14 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
 from gma_bench.cell import run_job
-from gma_bench.config import compose, new_loader, resolved, run_id, with_external_mixer
-from gma_bench.errors import MissingExtra, UserError
+from gma_bench.config import choices, compose, new_loader, resolved, run_id, with_external_mixer
+from gma_bench.errors import MissingExtra, SettingError, UserError
 from gma_bench.results import BrokenRecord, read_record, record_path
 
 LAUNCHER_EXTRAS = {
-    "joblib": ("hydra-joblib-launcher", "dev"),
-    "submitit_local": ("hydra-submitit-launcher", "slurm"),
-    "submitit_slurm": ("hydra-submitit-launcher", "slurm"),
-    "ray": ("hydra-ray-launcher", "ray"),
+    "submitit_local": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
+    "submitit_slurm": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
+    "ray": ("hydra_plugins.hydra_ray_launcher", "ray"),
 }
 
 
@@ -82,15 +84,50 @@ def _shared(jobs: Sequence[Sequence[str]]) -> list[str]:
     return sorted(first.intersection(*others) & {o for o in first if "=" in o})
 
 
-def _launcher_config(loader: object, overrides: Sequence[str]) -> DictConfig:
-    name = next((o.partition("=")[2] for o in overrides if o.startswith("hydra/launcher=")), None)
+def _launcher_config(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> DictConfig:
+    name = next(
+        (o.partition("=")[2] for o in overrides if o.startswith("hydra/launcher=")), "basic"
+    )
+    known = ["basic", *choices("hydra/launcher")]
+    if name not in known:
+        raise SettingError(
+            "hydra/launcher", name, f"must be one of {', '.join(known)}", "hydra/launcher=joblib"
+        )
+    package, extra = LAUNCHER_EXTRAS.get(name, (None, None))
+    if package and extra and not _installed(package):
+        raise MissingExtra(
+            package.rpartition(".")[2].replace("_", "-"), extra, f"hydra/launcher={name}"
+        )
     try:
-        return loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)  # type: ignore[attr-defined]
+        with (
+            warnings.catch_warnings()
+        ):  # our launcher files bear the plugins' names, as they should
+            warnings.filterwarnings("ignore", message=".*validated against ConfigStore schema.*")
+            config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
     except HydraException as error:
-        if name in LAUNCHER_EXTRAS:
-            package, extra = LAUNCHER_EXTRAS[name]
-            raise MissingExtra(package, extra, f"hydra/launcher={name}") from None
         raise UserError(" ".join(str(error).split())) from None
+    if name == "ray":
+        _check_ray(config)
+    return config
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _check_ray(config: DictConfig) -> None:
+    """Ray waits for ever for a GPU that is not there; say so at once instead."""
+    import torch
+
+    ray = config.hydra.launcher.ray
+    if ray.init.address is None and ray.remote.num_gpus and not torch.cuda.is_available():
+        raise SettingError(
+            "hydra.launcher.ray.remote.num_gpus", ray.remote.num_gpus, "this machine has no GPU",
+            "hydra.launcher.ray.remote.num_gpus=0",
+        )  # fmt: skip
 
 
 def _unfinished(config: DictConfig) -> str | None:
