@@ -98,6 +98,17 @@ class Task(L.LightningDataModule):
         """The figures of a split after its last batch, over all ranks."""
         return {name: float(metric.compute()) for name, metric in metrics.items()}
 
+    token_kind: str = ""
+    """How tokens are sorted by their form: ``word``, ``bpe``, ``byte`` or ``listops``."""
+
+    def spell(self, ids: np.ndarray) -> list[str]:
+        """Tokens as the tokenizer writes them, for a reader and for rules on their form."""
+        raise NotImplementedError
+
+    def documents(self, split: str, index: int, length: int) -> np.ndarray:
+        """The number of the document that each token of one example belongs to, ``(length,)``."""
+        return np.full(length, index)
+
     def lengths(self, split: str) -> np.ndarray | None:
         """Sequence length of each example of a split, where the task knows it cheaply."""
         return None

@@ -161,6 +161,11 @@ class ListOps(Task):
             "depth": torch.tensor([depth for _, _, depth in examples]),
         }
 
+    token_kind = "listops"
+
+    def spell(self, ids: np.ndarray) -> list[str]:
+        return [SYMBOLS[i] for i in ids]
+
     def description(self) -> dict[str, Any]:
         """Source, law, and per split: size, lengths, label shares and the most frequent label's."""
         described: dict[str, Any] = {"name": "listops", "source": self.source}

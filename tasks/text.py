@@ -171,6 +171,11 @@ class Text(Task):
             "target": torch.tensor([label for _, label in examples]),
         }
 
+    token_kind = "byte"
+
+    def spell(self, ids: np.ndarray) -> list[str]:
+        return ["<pad>" if i < FIRST_BYTE else chr(i - FIRST_BYTE) for i in ids]
+
     def description(self) -> dict[str, Any]:
         """Where the documents come from, and per split: size, class shares, lengths, share cut."""
         described: dict[str, Any] = {

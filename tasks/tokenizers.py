@@ -54,6 +54,13 @@ class Tokenizer(ABC):
     def to_json(self) -> str:
         """All that :func:`from_json` needs."""
 
+    def spell(self, ids: Iterable[int]) -> list[str]:
+        """Each token as its vocabulary writes it; padding is ``<pad>``."""
+        return ["<pad>" if i == PAD else self._spell_one(int(i)) for i in ids]
+
+    @abstractmethod
+    def _spell_one(self, i: int) -> str: ...
+
     def encode_stream(self, batches: Iterable[list[str]]) -> Iterator[list[Ids]]:
         """Encode batches of documents as they come, in order."""
         return map(self.encode, batches)
@@ -71,6 +78,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i - 1 for i in ids if i != PAD).decode("utf-8", "replace")
+
+    def _spell_one(self, i: int) -> str:
+        return chr(i - 1)
 
     def to_json(self) -> str:
         return json.dumps({"kind": self.kind})
@@ -123,6 +133,9 @@ class WordTokenizer(Tokenizer):
             elif i != PAD:
                 text += ("<unk>" if i == self.unknown else self.words[i - self.first]) + " "
         return text
+
+    def _spell_one(self, i: int) -> str:
+        return {self.line_end: "<eos>", self.unknown: "<unk>"}.get(i) or self.words[i - self.first]
 
     def to_json(self) -> str:
         return json.dumps({"kind": self.kind, "words": self.words})
@@ -198,6 +211,9 @@ class BytePairTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.model.decode([i - 1 for i in ids if i != PAD], skip_special_tokens=False)
+
+    def _spell_one(self, i: int) -> str:
+        return self.model.id_to_token(i - 1) or "<unk>"
 
     def to_json(self) -> str:
         return json.dumps({"kind": self.kind, "model": self.model.to_str()})

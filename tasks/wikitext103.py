@@ -202,6 +202,18 @@ class WikiText103(Task):
             "target": torch.from_numpy(target),
         }
 
+    @property
+    def token_kind(self) -> str:  # type: ignore[override]
+        return "bpe" if self.tokenizer.kind == "gpt2" else self.tokenizer.kind
+
+    def spell(self, ids: np.ndarray) -> list[str]:
+        return self.tokenizer.spell(ids)
+
+    def documents(self, split: str, index: int, length: int) -> np.ndarray:
+        window: Any = self.splits[split]
+        place = index * window.stride + np.arange(length) - 1  # the first input precedes the text
+        return np.searchsorted(self.data[split].ends, place, side="right")
+
     def description(self) -> dict[str, Any]:
         """Where the text comes from, tokenizer, context and stride, and what each split counts."""
         described = {
@@ -264,6 +276,7 @@ class TokenStream:
         ends = stored.array(f"{split}_ends").values
         fitting = len(ends) if limit is None else int(np.searchsorted(ends, limit, side="right"))
         self.documents = max(1, fitting)
+        self.ends = ends[: self.documents]
         self.tokens = int(ends[self.documents - 1])
         self.words = int(stored.array(f"{split}_words")[: self.documents].sum())
         self.bytes = int(stored.array(f"{split}_bytes")[: self.documents].sum())
