@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gma_bench.errors import SettingError, UserError
@@ -116,19 +118,32 @@ def _parquet_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _read_parquet(path: Path, cache_dir: Path) -> Dataset:
-    import datasets
+    import pyarrow.parquet as pq
 
-    datasets.disable_progress_bars()
+    datasets = _quiet_datasets()
     try:
+        if not pq.read_metadata(path).num_rows:  # which the reader of ``datasets`` trips over
+            raise UserError(f"{path} has no rows")
         return datasets.load_dataset(
             "parquet",
             data_files={"train": [_literal(path)]},
             split="train",
             cache_dir=str(cache_dir / "datasets"),
         )
+    except UserError:
+        raise
     except Exception as error:  # whatever its Arrow reader raises for this file
         reason = str(error.__cause__ or error).strip().split("\n")[0]
         raise UserError(f"{path} cannot be read as parquet: {reason}") from error
+
+
+def _quiet_datasets() -> ModuleType:
+    """The library, with its bars and its second copy of each error message off."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    return datasets
 
 
 def _literal(path: Path) -> str:
@@ -151,8 +166,7 @@ def hub_source(repository: str, config: str, revision: str, cache_dir: Path) -> 
 
 
 def _download(repository: str, config: str, revision: str, cache_dir: Path) -> dict[str, Dataset]:
-    import datasets
-
+    datasets = _quiet_datasets()
     try:
         return dict(
             datasets.load_dataset(
@@ -186,7 +200,7 @@ def read_rows(shard: Shard, columns: tuple[str, ...]) -> Iterator[tuple[int, lis
     for table in data.select_columns(list(columns)).with_format("arrow").iter(_ROWS_A_READ):
         try:
             texts = table[columns[0]].cast(pa.large_binary()).to_pylist()
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise UserError(f"{shard.name}: column {columns[0]!r} is not text ({error})") from error
         others = [table[column].to_pylist() for column in columns[1:]]
         for text, *rest in zip(texts, *others, strict=True):
