@@ -361,7 +361,7 @@ class SourceText:
             raise UserError(f"{self.source.name} has no train split; it has {there}")
         missing = [split for split in ("val", "test") if split not in self.shards]
         self.places = {
-            split: (self.seed + 10 * i) % HELD_OUT_EVERY for i, split in enumerate(missing)
+            split: (self.seed - 1 - 10 * i) % HELD_OUT_EVERY for i, split in enumerate(missing)
         }
         if missing:
             self.notes["held_out_of_train"] = missing
@@ -436,7 +436,10 @@ def write_split(writer: Writer, split: str, documents: Iterable[str], tokenizer:
         if unknown is not None:
             unknowns += int((flat == unknown).sum())
     if not total:
-        raise UserError(f"the {split} split has no text")
+        raise UserError(
+            f"the {split} split has no text (a split that the source lacks is every "
+            f"{HELD_OUT_EVERY}th document of train)"
+        )
     words, sizes_bytes = np.asarray(counts, np.int64).T
     writer.append(f"{split}_words", words)
     writer.append(f"{split}_bytes", sizes_bytes)
