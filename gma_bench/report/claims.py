@@ -289,7 +289,7 @@ def growing(results: Results, claim: Claim) -> tuple[list[Effect], str]:
     outcome = side(interval, *borders)
     why = f"N from {fitted.from_x:,.0f} to {fitted.to_x:,.0f}"
     if fitted.points < claim["min_points"]:
-        outcome, why = INCONCLUSIVE, f"{fitted.points} lengths, too few"
+        outcome, why = INCONCLUSIVE, f"{fitted.points} lengths in the upper half, too few"
     shown = f"{expected:g} ± {tolerance:g}"
     return [Effect(name, outcome, interval, "", shown, why, records, borders)], rule
 

@@ -115,15 +115,17 @@ def _machines(records: list[Record]) -> list[str]:
     return [machine for machine, _ in found.most_common()]
 
 
-def _links(folder: Path, figures: list[Path]) -> list[tuple[str, str]]:
-    """Name and relative address of what lies beside the page."""
+def _links(folder: Path, figures: list[Path]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What lies beside the page: a name with its forms, each a word and a relative address."""
     beside = [
         path for path in sorted(folder.rglob("*.html"))
         if path != folder / "index.html" and "interpret" in str(path.relative_to(folder))
     ]  # fmt: skip
-    found = [(f"interpretability: {path.stem}", path) for path in beside]
-    found += [(path.name, path) for path in figures]
-    return [
-        (name, quote(path.relative_to(folder).as_posix())) for name, path in found
-        if path.is_relative_to(folder)
-    ]  # fmt: skip
+    found: dict[str, list[tuple[str, str]]] = {}
+    for path in [*beside, *figures]:
+        if path.is_relative_to(folder):
+            kind = "interpretability, " if path in beside else ""
+            address = quote(path.relative_to(folder).as_posix())
+            name = kind + path.stem.replace("_", " ")
+            found.setdefault(name, []).append((path.suffix.lstrip("."), address))
+    return list(found.items())

@@ -10,11 +10,13 @@ DARK = {
     "paper": "#16181c", "sheet": "#1f2227", "ink": "#e8e6e1", "faint": "#a4a8af",
     "rule": "#3b4048", "link": "#8fbcf5", "good": "#7fd09a", "bad": "#f39a8f", "open": "#e2bb6a",
 }  # fmt: skip
+# In the order of `style.KNOWN`, in its hues: GMA, SDPA, MHA, Linear Transformer, Performer,
+# Linformer, Mamba; the last for others.
 SERIES_LIGHT = (
-    "#b4310f", "#1f5fa8", "#0f766e", "#7b3f99", "#8a5a00", "#b0306f", "#4a5058", "#5d6b12",
+    "#b8400a", "#24272c", "#6b7079", "#1f5fa8", "#0b7358", "#8a3f8f", "#8a5a00", "#a3215c",
 )  # fmt: skip
 SERIES_DARK = (
-    "#ff8b66", "#79b0f2", "#4fc4b5", "#c99be6", "#e0ad4f", "#f08bbd", "#b4bac2", "#bccb62",
+    "#ff8f5c", "#eceae5", "#9aa0a8", "#79b0f2", "#52c9a3", "#d9a0dd", "#e3b04f", "#f08bb5",
 )  # fmt: skip
 TEXT = ("ink", "faint", "link", "good", "bad", "open")
 
