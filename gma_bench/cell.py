@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -56,6 +57,8 @@ def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
     path = record_path(config.results_dir, config.scale.name, name)
     if not config.rerun and (record := finished_record(path)):
         return record | {"skipped": True}
+    if not is_main_process():
+        return _run(config, plain, name, overrides, keep_failure)
     require_disk(config.results_dir, 32 << 20, "a run")
     with locked(path.parent.parent / "locks" / name):
         # Somebody else may have finished it while this process waited.
@@ -64,6 +67,12 @@ def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
         record = _run(config, plain, name, overrides, keep_failure)
         write_record(path, record)
     return record
+
+
+def is_main_process() -> bool:
+    """Whether this process writes the record: rank 0 of the processes that share a cell."""
+    ranks = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return all(rank == "0" for rank in ranks)
 
 
 def _run(

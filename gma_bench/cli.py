@@ -124,10 +124,11 @@ def run(options: argparse.Namespace) -> int:
 
         print(OmegaConf.to_yaml(config, resolve=True), end="")
         return 0
-    from gma_bench.cell import report_cell, run_cell
+    from gma_bench.cell import is_main_process, report_cell, run_cell
 
     record = run_cell(options.overrides, keep_failure=False)
-    report_cell(record)
+    if is_main_process():
+        report_cell(record)
     if record["status"] == "failed" and record["error"]["traceback"]:
         print(record["error"]["traceback"], file=sys.stderr)
     return 0 if record["status"] == "finished" else 1

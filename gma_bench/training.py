@@ -119,11 +119,12 @@ class Trainee(L.LightningModule):
 
     def _flush_losses(self) -> None:
         """Look at the losses since the last look (a device is asked once, not every step)."""
-        for step, loss in zip(
-            [s for s, _ in self._pending],
-            torch.stack([x for _, x in self._pending]).tolist() if self._pending else [],
-            strict=True,
-        ):
+        if not self._pending:
+            return
+        steps = [step for step, _ in self._pending]
+        losses = torch.stack([loss for _, loss in self._pending])
+        losses = self.trainer.strategy.reduce(losses, reduce_op="mean")
+        for step, loss in zip(steps, losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 raise Diverged(step, loss)
             if step % self.training_config.log_every == 0 and step not in self.curves["step"][-1:]:
@@ -290,13 +291,16 @@ class ResumePoint(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        if not self._between_steps(trainer, batch_idx):
+            return
         due = self.signum is not None or time.monotonic() - self._last >= self.interval_s
-        if not due or not self._between_steps(trainer, batch_idx):
+        if not trainer.strategy.reduce_boolean_decision(due, all=False):  # ranks save together
             return
         trainer.save_checkpoint(self.path)
         self._last = time.monotonic()
-        if self.signum is not None:
-            raise Stopped(self.signum)
+        stop = trainer.strategy.reduce_boolean_decision(self.signum is not None, all=False)
+        if stop:
+            raise Stopped(self.signum or signal.SIGTERM)
 
     @staticmethod
     def _between_steps(trainer: L.Trainer, batch_idx: int) -> bool:
@@ -499,7 +503,7 @@ def _outcome(module: Trainee, best: ModelCheckpoint, trainer: L.Trainer) -> Outc
         curves=curves,
         data=task.description() | {"fingerprint": task.fingerprint},
         parameters=count_parameters(module.model),
-        tokens_per_s=module.tokens / module.seconds if module.seconds else None,
+        tokens_per_s=all_tokens(module, trainer) / module.seconds if module.seconds else None,
         peak_memory_bytes=peak_memory(module, trainer),
         extra={
             "checkpoint": f"checkpoints/{Path(best.best_model_path).name}",
@@ -513,6 +517,12 @@ def _best_step(module: Trainee, task: Task) -> float:
     figures = list(zip(module.curves[f"val_{task.metric}"], module.curves["val_step"], strict=True))
     value = (max if task.higher_is_better else min)(v for v, _ in figures)
     return next(step for v, step in figures if v == value)
+
+
+def all_tokens(module: Trainee, trainer: L.Trainer) -> float:
+    """Real tokens trained on, over all ranks."""
+    own = torch.tensor(float(module.tokens), device=trainer.strategy.root_device)
+    return float(trainer.strategy.reduce(own, reduce_op="sum"))
 
 
 def peak_memory(module: Trainee, trainer: L.Trainer) -> int | None:
