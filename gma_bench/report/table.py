@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    from rich.console import Group
 
 NOTHING = "—"
 Better = Literal["max", "min"] | None
@@ -297,18 +297,17 @@ def _stacked(head: str, width: int = 14) -> str:
     return r"\begin{tabular}[b]{@{}r@{}}" + r" \\ ".join(lines) + r"\end{tabular}"
 
 
-def terminal(table: Table) -> RichTable:
+def terminal(table: Table) -> Group:
     """The table for a terminal; text from records is never read as markup."""
     from rich.box import SIMPLE_HEAD
+    from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    out = RichTable(
-        title=Text(table.title, style="bold"), title_justify="left", caption_justify="left",
-        box=SIMPLE_HEAD, pad_edge=False, show_edge=True,
-    )  # fmt: skip
+    out = RichTable(box=SIMPLE_HEAD, pad_edge=False)
     below = [f"{letter} {text}" for letter, text in table.notes] + table.footnotes
-    out.caption = Text("\n".join([table.full_caption, *below]), style="dim")
+    # Outside the table, where they may be wider than it.
+    caption = Text("\n".join([table.full_caption, *below]), style="dim")
     out.add_column(Text(table.label_head), no_wrap=False)
     for column in table.columns:
         out.add_column(Text(column.title), justify="right", style="dim" if column.reference else "")
@@ -320,4 +319,4 @@ def terminal(table: Table) -> RichTable:
                 text.append(f" {table.marks(cell)}", style="italic")
             cells.append(text)
         out.add_row(*cells)
-    return out
+    return Group(Text(table.title, style="bold"), out, caption)
