@@ -59,6 +59,7 @@ def page(
         code=_commits(results.records),
         machines=_machines(results.records),
         links=_links(folder, figures),
+        interpretations=_interpretations(folder),
         light=palette.css(palette.LIGHT, palette.SERIES_LIGHT),
         dark=palette.css(palette.DARK, palette.SERIES_DARK),
         style=style,
@@ -115,17 +116,19 @@ def _machines(records: list[Record]) -> list[str]:
     return [machine for machine, _ in found.most_common()]
 
 
+def _interpretations(folder: Path) -> list[tuple[str, str]]:
+    """The interpretability pages beside this one: a name and a relative address each."""
+    pages = [path.relative_to(folder) for path in sorted(folder.rglob("interpret*.html"))]
+    # The page of a run lies in the run's own folder; that is what tells them apart.
+    return [(path.parent.name or path.stem, quote(path.as_posix())) for path in pages]
+
+
 def _links(folder: Path, figures: list[Path]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """What lies beside the page: a name with its forms, each a word and a relative address."""
-    beside = [
-        path for path in sorted(folder.rglob("*.html"))
-        if path != folder / "index.html" and "interpret" in str(path.relative_to(folder))
-    ]  # fmt: skip
+    """The figures beside the page: a name with its forms, each a word and a relative address."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for path in [*beside, *figures]:
+    for path in figures:
         if path.is_relative_to(folder):
-            kind = "interpretability, " if path in beside else ""
             address = quote(path.relative_to(folder).as_posix())
-            name = kind + path.stem.replace("_", " ")
+            name = path.stem.replace("_", " ")
             found.setdefault(name, []).append((path.suffix.lstrip("."), address))
     return list(found.items())

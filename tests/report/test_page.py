@@ -231,9 +231,9 @@ def test_figures_are_drawn_once(folder, monkeypatch):
 
 def test_links_to_the_interpretability_page(tmp_path, writer, records_for_page):
     writer(tmp_path, records_for_page("mine"))
-    other = tmp_path / "mini" / "interpretability" / "gma s0.html"
+    other = tmp_path / "mini" / "pages" / "gma s0" / "interpretability.html"
     other.parent.mkdir(parents=True)
     other.write_text("<p>there</p>")
     report(tmp_path, "mini", console=Console(file=io.StringIO()))
     page = Path(tmp_path / "mini" / "index.html").read_text()
-    assert 'href="interpretability/gma%20s0.html"' in page
+    assert page.count('href="pages/gma%20s0/interpretability.html"') == 2  # on top and by name
