@@ -234,7 +234,7 @@ def mlp_width(sizes: DictConfig, mixers: list[Mixer]) -> int:
     hidden = int(sizes.mlp_ratio * d_model)
     if not sizes.match_parameters:
         return hidden
-    attention = 4 * d_model * (d_model + 1)  # SDPA: four projections with bias
+    attention = 4 * d_model * d_model  # SDPA: four projections without bias
     surplus = sum(count_parameters(m) - attention for m in mixers) / len(mixers)
     return max(d_model // 4, round(hidden - surplus / (2 * d_model + 1)))
 

@@ -109,6 +109,10 @@ class Task(L.LightningDataModule):
         """The number of the document that each token of one example belongs to, ``(length,)``."""
         return np.full(length, index)
 
+    def planned_sizes(self) -> tuple[int, int]:
+        """``(vocab_size, num_outputs)`` as far as they are known before any data are read."""
+        return self.vocab_size, self.num_outputs
+
     def lengths(self, split: str) -> np.ndarray | None:
         """Sequence length of each example of a split, where the task knows it cheaply."""
         return None

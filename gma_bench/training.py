@@ -321,6 +321,8 @@ def train(config: DictConfig, callbacks: Sequence[Callback] = ()) -> Outcome:
     """
     torch.set_num_threads(config.trainer.num_threads)
     L.seed_everything(config.seed, workers=True, verbose=False)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # a worker runs one cell after another
     task = build_task(config)
     model = build_model(config, task)
     module = Trainee(model, task, config.training)
@@ -346,7 +348,7 @@ def train(config: DictConfig, callbacks: Sequence[Callback] = ()) -> Outcome:
         load_weights(module, Path(best.best_model_path))
         trainer.test(module, verbose=False)
     resume.path.unlink(missing_ok=True)
-    return _outcome(module, best, trainer)
+    return _outcome(config, module, best, trainer)
 
 
 def build_trainer(
@@ -485,7 +487,9 @@ def _quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def _outcome(module: Trainee, best: ModelCheckpoint, trainer: L.Trainer) -> Outcome:
+def _outcome(
+    config: DictConfig, module: Trainee, best: ModelCheckpoint, trainer: L.Trainer
+) -> Outcome:
     task, curves = module.task, module.curves
     chosen = curves["val_step"].index(_best_step(module, task))
     validation = {
@@ -494,6 +498,7 @@ def _outcome(module: Trainee, best: ModelCheckpoint, trainer: L.Trainer) -> Outc
         if name.startswith("val_") and name != "val_step"
     }
     metrics = {"val": validation, "test": module.test_figures}
+    peak_bytes, peak_method = peak_memory(config, task, trainer)
     return Outcome(
         metric=task.metric,
         split=task.split,
@@ -504,9 +509,10 @@ def _outcome(module: Trainee, best: ModelCheckpoint, trainer: L.Trainer) -> Outc
         data=task.description() | {"fingerprint": task.fingerprint},
         parameters=count_parameters(module.model),
         tokens_per_s=all_tokens(module, trainer) / module.seconds if module.seconds else None,
-        peak_memory_bytes=peak_memory(module, trainer),
+        peak_memory_bytes=peak_bytes,
         extra={
             "checkpoint": f"checkpoints/{Path(best.best_model_path).name}",
+            "peak_memory_method": peak_method,
             "best_step": curves["val_step"][chosen],
             "mlp_hidden": module.model.blocks[0].mlp[0].out_features,  # type: ignore[union-attr, index]
         },
@@ -525,7 +531,15 @@ def all_tokens(module: Trainee, trainer: L.Trainer) -> float:
     return float(trainer.strategy.reduce(own, reduce_op="sum"))
 
 
-def peak_memory(module: Trainee, trainer: L.Trainer) -> int | None:
-    """Peak bytes of the run on CUDA (the allocator's), None elsewhere."""
+def peak_memory(config: DictConfig, task: Task, trainer: L.Trainer) -> tuple[int, str]:
+    """Peak bytes of training, and how they were found.
+
+    On CUDA the allocator's peak over the run; elsewhere the simulated peak of a training step at
+    full length (:func:`gma_bench.cost.step_cost`), which depends on no other process.
+    """
+    from gma_bench.cost import step_cost
+
     device = trainer.strategy.root_device
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), "CUDA allocator"
+    return step_cost(config, task).peak_bytes, "simulated training step"
