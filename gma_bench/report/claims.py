@@ -20,7 +20,7 @@ from gma_bench.report.groups import (
 )
 from gma_bench.report.profile_tables import FIGURE_NAMES, REFERENCE_MIXER
 from gma_bench.report.profiles import profile, relative_times
-from gma_bench.report.stats import Interval, bootstrap_interval, t_interval
+from gma_bench.report.stats import FEW, Interval, mean_interval, t_interval
 from gma_bench.report.tables import Results
 
 Outcome = Literal["reproduced", "contradicted", "inconclusive", "not run"]
@@ -302,8 +302,8 @@ def speed(results: Results, claim: Claim) -> tuple[list[Effect], str]:
     where = dict(claim["where"])
     rule = (
         f"time at the same length over the rival’s (each timed in turn with "
-        f"{results.paper.label(REFERENCE_MIXER)}), geometric mean, {_percent(results)} bootstrap "
-        f"interval over lengths above 1; at least {claim['min_points']} lengths"
+        f"{results.paper.label(REFERENCE_MIXER)}), geometric mean, {_percent(results)} interval "
+        f"over lengths above 1 (t, bootstrap from {FEW} on); at least {claim['min_points']} lengths"
     )
     ours, ids = profile(results, claim["task"], claim["mixer"], where)
     where.pop("backend", None)  # of the others, what they run by themselves
@@ -329,7 +329,7 @@ def _slowdown(
     if not pairs:
         return Effect(name, INCONCLUSIVE, why="no length that both were timed at", records=records)
     logs = [math.log(a / b) for a, b in pairs.values()]
-    ratio = bootstrap_interval(logs, results.paper.rules["confidence"]).mapped(math.exp)
+    ratio = mean_interval(logs, results.paper.rules["confidence"]).mapped(math.exp)
     borders = (1.0, math.inf)
     outcome = side(ratio, *borders)
     why = f"from {number(math.exp(min(logs)))} to {number(math.exp(max(logs)))} over lengths"

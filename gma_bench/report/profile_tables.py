@@ -8,7 +8,7 @@ from typing import Any
 from gma_bench.profiling.growth import fit
 from gma_bench.report.groups import Group, is_number
 from gma_bench.report.profiles import Rows, curve, relative_times
-from gma_bench.report.stats import bootstrap_interval, mean, std
+from gma_bench.report.stats import FEW, mean, mean_interval, std
 from gma_bench.report.table import Cell, Column, Kind, Row, Table
 from gma_bench.report.tables import MIB, Results, over_seeds
 
@@ -53,7 +53,7 @@ def throughput(results: Results) -> list[Table]:
     table.columns.append(Column("time_ratio_to_sdpa", f"time / {label}", digits=2))
     table.footnotes.append(
         f"Time / {label}: each length timed in turn with {label}; geometric mean over lengths, "
-        "with its 95 % bootstrap interval."
+        f"with its 95 % interval (t, bootstrap from {FEW} lengths on)."
     )
     for row, rows in zip(table.rows, _rows_of(results, "throughput", where), strict=True):
         row.cells.append(_ratio(rows))
@@ -154,7 +154,7 @@ def _ratio(rows: Rows) -> Cell:
     logs = [math.log(ratio) for ratio in relative_times(rows).values()]
     if not logs:
         return Cell()
-    found = bootstrap_interval(logs).mapped(math.exp)
+    found = mean_interval(logs).mapped(math.exp)
     ends = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
     return Cell(found.estimate, suffix=ends)
 

@@ -9,7 +9,7 @@ import pytest
 from gma_bench.errors import UserError
 from gma_bench.report.claims import judge, judge_all, markdown, number, side
 from gma_bench.report.paper import DEFAULT, Paper, read_paper
-from gma_bench.report.stats import Interval, bootstrap_interval, t_interval
+from gma_bench.report.stats import Interval, bootstrap_interval, mean_interval, t_interval
 from gma_bench.report.tables import Results
 
 PAPER = read_paper(DEFAULT.parent)
@@ -267,6 +267,12 @@ def test_bootstrap_is_reproducible_and_covers_the_mean():
     assert first.low < 3.75 < first.high
     assert first.low >= 1.0
     assert first.high <= 8.0
+
+
+def test_a_handful_gets_the_wider_interval():
+    few, many = [1.0, 2.0, 3.0], [1.0, 2.0, 3.0] * 5
+    assert mean_interval(few) == t_interval(few)
+    assert mean_interval(many) == bootstrap_interval(many)
 
 
 def test_sides_of_a_range():
