@@ -153,7 +153,7 @@ def _announce(console: Console, cells: Sequence[Cell], missing: Sequence[Cell]) 
         table.add_column(column)
     for task, group in itertools.groupby(missing, key=lambda c: c.config.task.name):
         part = list(group)
-        source = part[0].config.task.get("source") or "embedded"
+        source = _source(part[0].config.task)
         table.add_row(
             task,
             ", ".join(dict.fromkeys(c.config.mixer.name for c in part)),
@@ -163,6 +163,14 @@ def _announce(console: Console, cells: Sequence[Cell], missing: Sequence[Cell]) 
         )
     console.print(table)
     console.print(f"On {_device(cells[0].config)}. {estimate.sentence(missing)}")
+
+
+def _source(task: DictConfig) -> str:
+    """Where a task's data come from, as its settings say."""
+    if "_target_" not in task:
+        return "none"
+    given = task.get("source") or ("local" if task.get("data_dir") else None)
+    return given or task.get("default_source", "embedded")
 
 
 def _device(config: DictConfig) -> str:
