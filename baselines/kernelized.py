@@ -13,8 +13,14 @@ CHUNK_SIZE = 128
 
 
 def kernelized_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None,
-    chunk_size: int = CHUNK_SIZE, eps: float = 1e-6,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    eps: float = 1e-6,
 ) -> Tensor:
     """``o_i = Σ_j (q_i·k_j) v_j / (Σ_j q_i·k_j + ε)`` in time and memory linear in the length.
 

@@ -18,8 +18,14 @@ def elu_plus_one(x: Tensor) -> Tensor:
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None,
-    chunk_size: int = CHUNK_SIZE, eps: float = 1e-6,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Linear attention with the feature map ``elu + 1``.
 
@@ -36,8 +42,13 @@ def linear_attention(
         ``(B, H, N, d_v)``.
     """
     return kernelized_attention(
-        elu_plus_one(q), elu_plus_one(k), v,
-        causal=causal, mask=mask, chunk_size=chunk_size, eps=eps,
+        elu_plus_one(q),
+        elu_plus_one(k),
+        v,
+        causal=causal,
+        mask=mask,
+        chunk_size=chunk_size,
+        eps=eps,
     )
 
 
@@ -55,8 +66,14 @@ class LinearTransformer(Mixer):
     constant_state: ClassVar[bool] = True
 
     def __init__(
-        self, d_model: int, num_heads: int, causal: bool = False, max_length: int | None = None,
-        *, chunk_size: int = CHUNK_SIZE, eps: float = 1e-6,
+        self,
+        d_model: int,
+        num_heads: int,
+        causal: bool = False,
+        max_length: int | None = None,
+        *,
+        chunk_size: int = CHUNK_SIZE,
+        eps: float = 1e-6,
     ) -> None:
         super().__init__(d_model, num_heads, causal, max_length)
         self.chunk_size, self.eps = chunk_size, eps

@@ -41,18 +41,29 @@ class Linformer(Mixer):
     )
 
     def __init__(
-        self, d_model: int, num_heads: int, causal: bool = False, max_length: int | None = None,
-        *, k: int = 256, sharing: Sharing = "headwise",
+        self,
+        d_model: int,
+        num_heads: int,
+        causal: bool = False,
+        max_length: int | None = None,
+        *,
+        k: int = 256,
+        sharing: Sharing = "headwise",
     ) -> None:
         super().__init__(d_model, num_heads, causal, max_length)
         if max_length is None:
-            raise SettingError("max_length", None, "Linformer's projections need one",
-                               "task.max_length=1024")
+            raise SettingError(
+                "max_length", None, "Linformer's projections need one", "task.max_length=1024"
+            )
         if k < 1:
             raise SettingError("mixer.k", k, "at least 1", "mixer.k=64")
         if sharing not in ("none", "headwise", "key_value", "layerwise"):
-            raise SettingError("mixer.sharing", sharing, "none, headwise, key_value or layerwise",
-                               "mixer.sharing=headwise")
+            raise SettingError(
+                "mixer.sharing",
+                sharing,
+                "none, headwise, key_value or layerwise",
+                "mixer.sharing=headwise",
+            )
         self.k, self.sharing, self.longest = k, sharing, max_length
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
         self.k_proj = nn.Linear(d_model, d_model, bias=False)
@@ -78,7 +89,8 @@ class Linformer(Mixer):
         n = x.shape[1]
         if n > self.longest:
             raise SettingError(
-                "max_length", self.longest,
+                "max_length",
+                self.longest,
                 f"a sequence of {n} positions needs as many columns in Linformer's projections",
                 f"task.max_length={n}",
             )

@@ -41,7 +41,9 @@ def largest_of_position(exponent: Tensor) -> Tensor:
 
 
 def softmax_features(
-    x: Tensor, projection: Tensor, stabilizer: Callable[[Tensor], Tensor] = largest_of_position,
+    x: Tensor,
+    projection: Tensor,
+    stabilizer: Callable[[Tensor], Tensor] = largest_of_position,
     eps: float = 1e-4,
 ) -> Tensor:
     """Positive random features of the softmax kernel, ``E[φ(q)·φ(k)] ∝ exp(q·k / √d)``.
@@ -89,17 +91,29 @@ class Performer(Mixer):
     projection: Tensor
 
     def __init__(
-        self, d_model: int, num_heads: int, causal: bool = False, max_length: int | None = None,
-        *, num_features: int = 256, redraw_interval: int | None = 1000,
-        chunk_size: int = CHUNK_SIZE, eps: float = 1e-4,
+        self,
+        d_model: int,
+        num_heads: int,
+        causal: bool = False,
+        max_length: int | None = None,
+        *,
+        num_features: int = 256,
+        redraw_interval: int | None = 1000,
+        chunk_size: int = CHUNK_SIZE,
+        eps: float = 1e-4,
     ) -> None:
         super().__init__(d_model, num_heads, causal, max_length)
         if num_features < 1:
-            raise SettingError("mixer.num_features", num_features, "at least 1",
-                               "mixer.num_features=64")
+            raise SettingError(
+                "mixer.num_features", num_features, "at least 1", "mixer.num_features=64"
+            )
         if redraw_interval is not None and redraw_interval < 1:
-            raise SettingError("mixer.redraw_interval", redraw_interval, "at least 1, or null",
-                               "mixer.redraw_interval=1000")
+            raise SettingError(
+                "mixer.redraw_interval",
+                redraw_interval,
+                "at least 1, or null",
+                "mixer.redraw_interval=1000",
+            )
         self.num_features, self.redraw_interval = num_features, redraw_interval
         self.chunk_size, self.eps = chunk_size, eps
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
@@ -134,8 +148,13 @@ class Performer(Mixer):
         with torch.autocast(x.device.type, enabled=False):
             features_q, features_k = self._features(q, k, mask)
             out = kernelized_attention(
-                features_q, features_k, v,
-                causal=self.causal, mask=mask, chunk_size=self.chunk_size, eps=TINY,
+                features_q,
+                features_k,
+                v,
+                causal=self.causal,
+                mask=mask,
+                chunk_size=self.chunk_size,
+                eps=TINY,
             )
         return zero_masked(self.out_proj(self.merge_heads(out)), mask)
 
@@ -164,8 +183,12 @@ class Performer(Mixer):
         with torch.autocast(x.device.type, enabled=False):
             features_q, features_k = self._features(q, k, None)
             out, memory, mass = kernelized_step(
-                features_q.squeeze(2), features_k.squeeze(2), v.squeeze(2),
-                state["state"], state["mass"], TINY,
+                features_q.squeeze(2),
+                features_k.squeeze(2),
+                v.squeeze(2),
+                state["state"],
+                state["mass"],
+                TINY,
             )
         return self.out_proj(out.flatten(1)), {"state": memory, "mass": mass}
 

@@ -63,7 +63,9 @@ class GaussianMixtureAttention(Mixer):
         self.routing_norm, self.variance_floor = routing_norm, variance_floor
         self.init_variance = float(self.routing_dim) if init_variance is None else init_variance
         self.share_components_across_heads, self.eps, self.backend = (
-            share_components_across_heads, eps, backend,
+            share_components_across_heads,
+            eps,
+            backend,
         )
         self._check_settings()
         routing_width = num_heads * self.routing_dim
@@ -86,11 +88,19 @@ class GaussianMixtureAttention(Mixer):
 
         require(self.num_components >= 1, "num_components", "at least 1", 64)
         require(self.routing_dim >= 1, "routing_dim", "at least 1", self.head_dim)
-        require(self.routing_norm in ("layernorm", "none"), "routing_norm", "layernorm or none",
-                "layernorm")
+        require(
+            self.routing_norm in ("layernorm", "none"),
+            "routing_norm",
+            "layernorm or none",
+            "layernorm",
+        )
         require(self.variance_floor > 0, "variance_floor", "above 0", 0.01)
-        require(self.init_variance > self.variance_floor, "init_variance",
-                f"above mixer.variance_floor={self.variance_floor}", self.routing_dim)
+        require(
+            self.init_variance > self.variance_floor,
+            "init_variance",
+            f"above mixer.variance_floor={self.variance_floor}",
+            self.routing_dim,
+        )
         require(self.eps > 0, "eps", "above 0", 1e-6)
         require(self.backend in ops.BACKENDS, "backend", " or ".join(ops.BACKENDS), "auto")
 
@@ -102,9 +112,7 @@ class GaussianMixtureAttention(Mixer):
         """Mixture weights of every head, ``(H, K)``; rows sum to one."""
         return self._log_priors().exp()
 
-    def responsibilities(
-        self, x: Tensor, which: Literal["query", "key"] = "key"
-    ) -> Tensor:
+    def responsibilities(self, x: Tensor, which: Literal["query", "key"] = "key") -> Tensor:
         """Posterior over components of each position, as it reads or as it is read.
 
         Args:
@@ -155,7 +163,10 @@ class GaussianMixtureAttention(Mixer):
             self._route(self.k_proj, source),
             self.split_heads(self.v_proj(source)),
             *self._mixture(),
-            causal=self.causal, key_mask=memory_mask, eps=self.eps, backend=self.backend,
+            causal=self.causal,
+            key_mask=memory_mask,
+            eps=self.eps,
+            backend=self.backend,
         )
         return zero_masked(self.out_proj(self.merge_heads(out)), mask)
 

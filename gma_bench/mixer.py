@@ -45,13 +45,18 @@ class Mixer(nn.Module):
             divisors = [h for h in range(1, d_model + 1) if d_model % h == 0]
             nearest = min(divisors, key=lambda h: abs(h - num_heads))
             raise SettingError(
-                "model.num_heads", num_heads, f"must divide model.d_model={d_model}",
+                "model.num_heads",
+                num_heads,
+                f"must divide model.d_model={d_model}",
                 f"model.num_heads={nearest}",
             )
         if causal and not self.supports_causal:
             raise SettingError("mixer", type(self).__name__, self.no_causal_reason, "mixer=gma")
         self.d_model, self.num_heads, self.causal, self.max_length = (
-            d_model, num_heads, causal, max_length,
+            d_model,
+            num_heads,
+            causal,
+            max_length,
         )
         self.head_dim = d_model // num_heads
 

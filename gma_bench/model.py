@@ -38,6 +38,7 @@ def build_mixer(
         SettingError: the target cannot be imported, or does not take one of the settings.
     """
     from hydra.utils import get_class, instantiate
+    from omegaconf import OmegaConf
 
     try:
         target = get_class(config["_target_"])
@@ -50,9 +51,11 @@ def build_mixer(
         ) from error
     accepted = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    own = {k: v for k, v in config.items() if k not in NOT_ARGUMENTS and k != "_target_"}
+    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    own = {k: v for k, v in settings.items() if k not in NOT_ARGUMENTS and k != "_target_"}
     for key in own:
-        if key not in accepted and not takes_any:
+        hydras = key.startswith("_")  # _recursive_ and the like
+        if key not in accepted and not takes_any and not hydras:
             allowed = ", ".join(
                 k for k in accepted if k not in ("d_model", "num_heads", "causal", "max_length")
             )
@@ -214,6 +217,8 @@ def build_model(config: DictConfig, task: Task) -> SequenceModel:
         "max_length": task.max_length + (pooling == "cls"),
     }  # fmt: skip
     mixers = [build_mixer(config.mixer, **shape, layer_index=i) for i in range(sizes.num_layers)]
+    for mixer in mixers[1:]:
+        mixer.tie(mixers[0])
     return SequenceModel(
         mixers,
         vocab_size=task.vocab_size,

@@ -1,0 +1,182 @@
+"""The selective scan of Mamba in plain torch, parallel in the sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SEGMENT_ELEMENTS = 2**22
+"""Hidden states (positions × channels × state size) that are held at once; bounds the memory."""
+
+
+def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t x_t`` and ``y_t = C_t·h_t``, from ``h_0 = 0``.
+
+    Source: Gu and Dao, *Mamba* (2023), algorithm 2. The sequence is cut into chunks that are
+    scanned side by side, once to find what each hands on and, when those are combined, once more
+    for the outputs: about 2√N steps, each over all chunks at once, in place of N. Only the states
+    between chunks are kept for the backward pass, which computes the others again.
+
+    Args:
+        x: ``(B, N, D)``.
+        dt: Δ, ``(B, N, D)``, not negative. Where it is zero the state passes unchanged.
+        a: A, ``(D, S)``, negative.
+        b: ``(B, N, S)``.
+        c: ``(B, N, S)``.
+
+    Returns:
+        ``(B, N, D)``, in float32 at least.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        x, dt, a, b, c = (t.to(dtype) for t in (x, dt, a, b, c))
+        return _scan(dt * x, dt, a.t().contiguous(), b, c)
+
+
+class _Segment(NamedTuple):
+    """A stretch of T chunks of C positions; the position in the chunk is the first index."""
+
+    u: Tensor  # (C, B, T, 1, D)
+    dt: Tensor  # (C, B, T, 1, D)
+    b: Tensor  # (C, B, T, S, 1)
+    c: Tensor  # (C, B, T, S, 1)
+
+
+class _SelectiveScan(torch.autograd.Function):
+    """Inputs ``u = Δx`` and ``dt`` (B, N, D), ``a`` (S, D), ``b`` and ``c`` (B, N, S)."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        carry = u.new_zeros(u.shape[0], *a.shape)
+        outputs, starts = [], []
+        decays = None
+        for s in _segments(u, dt, b, c, state_size=a.shape[0]):
+            decays = _decays(s, a, decays)
+            start, carry = _chunk_starts(s, a, decays, carry)
+            h, ys = start.clone(), []
+            for t in range(len(s.u)):
+                h.mul_(decays[t]).addcmul_(s.b[t], s.u[t])
+                ys.append((s.c[t].transpose(-1, -2) @ h).squeeze(-2))
+            outputs.append(_in_order(ys))
+            starts.append(start)
+        ctx.save_for_backward(u, dt, a, b, c, *starts)
+        return torch.cat(outputs, 1)[:, : u.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        u, dt, a, b, c, *starts = ctx.saved_tensors
+        segments = list(_segments(u, dt, b, c, state_size=a.shape[0]))
+        grads_y = [s.u for s in _segments(grads[0], dt, b, c, state_size=a.shape[0])]
+        carry = u.new_zeros(u.shape[0], *a.shape)
+        grad_a, pieces = torch.zeros_like(a), []
+        decays = states = None
+        for s, start, grad_y in zip(segments[::-1], starts[::-1], grads_y[::-1], strict=True):
+            decays = _decays(s, a, decays)
+            states = _states(s, start, decays, states)
+            carries, carry = _chunk_carries(s, a, grad_y, decays, carry)
+            piece, grad_a_s = _segment_gradients(s, a, grad_y, decays, states, carries)
+            grad_a += grad_a_s
+            pieces.append(piece)
+        du, ddt, db, dc = (
+            torch.cat(parts[::-1], 1)[:, : u.shape[1]] for parts in zip(*pieces, strict=True)
+        )
+        return du, ddt, grad_a, db, dc
+
+
+# Traced by AOTAutograd when compiled, not by Dynamo, which stops at the in-place updates.
+_scan = torch.compiler.allow_in_graph(_SelectiveScan.apply)
+
+
+def _segments(u: Tensor, dt: Tensor, b: Tensor, c: Tensor, state_size: int) -> Iterator[_Segment]:
+    batch, n, width = u.shape
+    positions = max(1, min(n, SEGMENT_ELEMENTS // (batch * width * state_size)))
+    chunk = max(1, round(positions**0.5))
+    chunks = -(-positions // chunk)
+    for first in range(0, n, chunk * chunks):
+        length = min(chunk * chunks, n - first)
+        # Padding has Δ = 0, so it hands the state on as it is.
+        parts = (
+            F.pad(t[:, first : first + length], (0, 0, 0, -length % chunk))
+            .unflatten(1, (-1, chunk))
+            .permute(2, 0, 1, 3)
+            for t in (u, dt, b, c)
+        )
+        u_s, dt_s, b_s, c_s = parts
+        yield _Segment(u_s.unsqueeze(-2), dt_s.unsqueeze(-2), b_s.unsqueeze(-1), c_s.unsqueeze(-1))
+
+
+def _buffer(old: Tensor | None, *shape: int, like: Tensor) -> Tensor:
+    # Fresh memory costs more than what is computed into it, so segments of a size share theirs.
+    return like.new_empty(shape) if old is None or old.shape != shape else old
+
+
+def _decays(s: _Segment, a: Tensor, old: Tensor | None) -> Tensor:
+    """``exp(Δ A)`` at each position, ``(C, B, T, S, D)``."""
+    decays = _buffer(old, *s.u.shape[:3], *a.shape, like=a)
+    for t in range(len(s.u)):
+        torch.mul(s.dt[t], a, out=decays[t]).exp_()
+    return decays
+
+
+def _states(s: _Segment, start: Tensor, decays: Tensor, old: Tensor | None) -> Tensor:
+    """States of each chunk: before its first position, and after each, ``(C + 1, B, T, S, D)``."""
+    states = _buffer(old, len(s.u) + 1, *start.shape, like=start)
+    states[0] = start
+    for t in range(len(s.u)):
+        torch.mul(states[t], decays[t], out=states[t + 1]).addcmul_(s.b[t], s.u[t])
+    return states
+
+
+def _chunk_starts(s: _Segment, a: Tensor, decays: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+    """State before each chunk ``(B, T, S, D)`` and after the last, from that before the first."""
+    h = torch.zeros_like(decays[0])
+    for t in range(len(s.u)):
+        h.mul_(decays[t]).addcmul_(s.b[t], s.u[t])
+    through = (s.dt.sum(0) * a).exp_()
+    starts = []
+    for chunk in range(h.shape[1]):
+        starts.append(carry)
+        carry = torch.addcmul(h[:, chunk], through[:, chunk], carry)
+    return torch.stack(starts, 1), carry
+
+
+def _chunk_carries(
+    s: _Segment, a: Tensor, grad_y: Tensor, decays: Tensor, carry: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What later chunks pass back: gradients of the state after each chunk and before the first."""
+    g = torch.zeros_like(decays[0])
+    for t in reversed(range(len(s.u))):
+        g.addcmul_(s.c[t], grad_y[t]).mul_(decays[t])
+    through = (s.dt.sum(0) * a).exp_()
+    carries = []
+    for chunk in reversed(range(g.shape[1])):
+        carries.append(carry)
+        carry = torch.addcmul(g[:, chunk], through[:, chunk], carry)
+    return torch.stack(carries[::-1], 1), carry
+
+
+def _segment_gradients(
+    s: _Segment, a: Tensor, grad_y: Tensor, decays: Tensor, states: Tensor, g: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Gradients of u, dt, b, c ``(B, T·C, ·)`` and of a, from the chunks' carries ``g``."""
+    sum_a, log_decay, grads = torch.zeros_like(g), torch.empty_like(g), []
+    for t in reversed(range(len(s.u))):
+        g.addcmul_(s.c[t], grad_y[t])  # gradient of the state after position t
+        du = (s.b[t].transpose(-1, -2) @ g).squeeze(-2)
+        db = (g @ s.u[t].transpose(-1, -2)).squeeze(-1)
+        dc = (states[t + 1] @ grad_y[t].transpose(-1, -2)).squeeze(-1)
+        g.mul_(decays[t])  # gradient of the state before it
+        torch.mul(g, states[t], out=log_decay)
+        sum_a.addcmul_(log_decay, s.dt[t])
+        grads.append((du, log_decay.mul_(a).sum(-2), db, dc))
+    ordered = tuple(_in_order(parts[::-1]) for parts in zip(*grads, strict=True))
+    return ordered, sum_a.sum((0, 1))
+
+
+def _in_order(steps: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """One tensor ``(B, T, ·)`` for each position in the chunk, to ``(B, T·C, ·)``."""
+    return torch.stack(tuple(steps), 2).flatten(1, 2)
