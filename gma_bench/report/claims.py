@@ -372,8 +372,10 @@ def _in_range(
         interval = t_interval(values, rules["confidence"])
     else:
         interval = _own_interval(records, claim["split"], condition, values)
-        if not interval.known:
-            why = f"{len(values)} seed{'s' if len(values) > 1 else ''}, too few"
+        seeds = f"{len(values)} seed{'s' if len(values) > 1 else ''}"
+        why = f"{seeds}, too few"
+        if interval.known:
+            why = f"{seeds}: the interval is over documents, not over seeds"
     outcome = side(interval, low, high)
     return Effect(name, outcome, interval, "", _range_text(low, high), why, ids, (low, high))
 
