@@ -71,6 +71,13 @@ def decode_bpe(token: str) -> str:
     return bytes(BYTE_ALPHABET[c] for c in token).decode("utf-8", errors="replace")
 
 
+def display(token: str, kind: str) -> str:
+    """A token as it stands in running text: its own characters, with the space that goes before it."""
+    if kind == "bpe" and not SPECIAL.fullmatch(token):
+        return decode_bpe(token)
+    return token if kind == "byte" else f" {token}"
+
+
 def categorise(tokens: Sequence[str], kind: str) -> np.ndarray:
     """The category of every token of one document.
 
