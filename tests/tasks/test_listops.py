@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, ks_2samp
 
+from gma_bench.config import compose
 from gma_bench.errors import SettingError, UserError
+from gma_bench.training import build_task
 from tasks import listops_generator
 from tasks.listops import ListOps, evaluate, generate, read_tsv
 from tasks.listops_generator import (
@@ -488,3 +490,22 @@ def test_loss_is_the_mean_over_examples(tmp_path: Path) -> None:
     logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(0))
     expected = -torch.stack([logits[i].log_softmax(0)[batch["target"][i]] for i in range(5)]).mean()
     torch.testing.assert_close(made.loss(logits, batch), expected)
+
+
+@pytest.mark.parametrize("scale", ["smoke", "mini", "paper"])
+def test_settings_of_every_scale_can_be_met(scale: str, tmp_path: Path) -> None:
+    few = [f"task.num_{split}=10" for split in ("train", "val", "test")]
+    config = compose(["task=listops", f"scale={scale}", f"cache_dir={tmp_path}", *few])
+    made = build_task(config)
+    assert isinstance(made, ListOps)
+    assert made.source == "embedded"
+    assert len(generate(3, **made.law)) == 3
+
+
+def test_a_cell_reads_published_files_when_their_folder_is_named(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    local = [f"task.data_dir={shared_data / 'listops'}", f"cache_dir={tmp_path}"]
+    made = build_task(compose(["task=listops", "scale=paper", *local]))
+    assert isinstance(made, ListOps)
+    assert made.source == "local"

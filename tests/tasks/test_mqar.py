@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 
+from gma_bench.cell import run_cell
+from gma_bench.config import compose
 from gma_bench.errors import SettingError, UserError
+from gma_bench.training import build_task
 from tasks.mqar import IGNORED, MQAR, _choose, draw
 
 LAW = {"vocab_size": 40, "max_length": 24, "num_pairs": 5}
@@ -192,3 +196,42 @@ def test_description_is_plain_json() -> None:
 def test_settings_that_leave_no_room_are_named(settings: dict[str, object], named: str) -> None:
     with pytest.raises(SettingError, match=named):
         task(**settings)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+experiment=mqar"],
+        *(["task=mqar", f"scale={name}"] for name in ("smoke", "mini", "paper")),
+    ],
+    ids=" ".join,
+)
+def test_settings_of_every_scale_leave_room(overrides: list[str]) -> None:
+    few = [f"task.num_{split}=10" for split in ("train", "val", "test")]
+    config = compose([*overrides, *few])
+    made = build_task(config)
+    assert isinstance(made, MQAR)
+    assert made.num_pairs == list(config.task.num_pairs)
+    assert made.max_length >= 4 * max(made.num_pairs)
+
+
+@pytest.mark.slow
+def test_softmax_attention_recalls_what_a_small_linear_state_forgets(tmp_path: Path) -> None:
+    """The committed experiment."""
+    figures = {}
+    for mixer in ("sdpa", "linear_transformer"):
+        record = run_cell(
+            [
+                "+experiment=mqar",
+                f"mixer={mixer}",
+                "logger=none",
+                "trainer=cpu",
+                f"results_dir={tmp_path}",
+            ],
+            keep_failure=False,
+        )
+        figures[mixer] = record["metrics"]["test"]
+    assert figures["sdpa"]["accuracy"] > 0.95
+    assert figures["linear_transformer"]["accuracy"] < 0.5
+    assert figures["sdpa"]["accuracy_pairs_16"] > 0.95
+    assert figures["linear_transformer"]["accuracy_pairs_16"] < 0.5
