@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from gma_bench.profiling.memory import MadeUpScalars
 from gma_bench.profiling.subject import Subject
 
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
@@ -45,7 +46,8 @@ def count_flops(build: Callable[[], Subject]) -> int:
     attention and for the harness's own operators are added here.
     """
     with FakeTensorMode():
-        subject = build()
+        with MadeUpScalars():
+            subject = build()
         with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
             subject.run_pass()
     return int(counter.get_total_flops())
