@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,8 @@ FILES_ONLY = ("against_metrics",)
 
 
 def draw(records: list[dict[str, Any]], folder: Path, paper: Paper) -> list[Path]:
-    """The scaling figures, drawn again only when a record they might show has changed."""
-    profiled = [r for r in records if r["rows"]]
-    if not profiled or not (Path(__file__).parent / "curves.py").is_file():
-        return []
-    stamp, inputs = folder / "figures" / ".inputs.json", digest(profiled)
+    """The scaling figures, drawn again only when what they are drawn from has changed."""
+    stamp, inputs = folder / "figures" / ".inputs.json", digest(records, paper)
     try:
         known = json.loads(stamp.read_text())
         files = [folder / "figures" / name for name in known["files"]]
@@ -74,11 +72,12 @@ def draw(records: list[dict[str, Any]], folder: Path, paper: Paper) -> list[Path
     return drawn
 
 
-def digest(records: list[dict[str, Any]]) -> str:
-    """Of what the figures show, and of the code that draws them."""
-    code = [(Path(__file__).parent / name).read_bytes() for name in ("curves.py", "style.py")]
-    shown = json.dumps([[r["run_id"], r["rows"], r["status"]] for r in records], sort_keys=True)
-    return hashlib.sha256(b"".join([shown.encode(), *code])).hexdigest()
+def digest(records: list[dict[str, Any]], paper: Paper) -> str:
+    """Of all that figures can depend on: records, the paper's file, and the code of the report."""
+    found = hashlib.sha256(json.dumps([records, asdict(paper)], sort_keys=True).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(source.read_bytes())
+    return found.hexdigest()
 
 
 def all_tables(results: tables_module.Results) -> list[Table]:

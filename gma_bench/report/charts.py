@@ -10,6 +10,7 @@ from typing import Any
 
 from gma_bench.report.groups import Record, is_number
 from gma_bench.report.profiles import curve
+from gma_bench.report.style import KNOWN
 from gma_bench.report.tables import MIB, Results
 
 WIDTH, HEIGHT = 440, 290
@@ -155,10 +156,12 @@ def drawn(chart: Chart) -> dict[str, Any]:
 
 
 def slots(results: Results) -> dict[str, int]:
-    """A fixed colour for each mixer: the paper's first, in its order, then the others."""
-    known = ["gma", *(m for mixers in results.paper.settings.values() for m in mixers)]
+    """A fixed colour for each mixer: the paper's first, as in the figures, then the others.
+
+    Beyond :data:`SLOTS` mixers the colours come again, dashed.
+    """
     found = sorted({r["mixer"] for r in results.records})
-    return {mixer: i % SLOTS for i, mixer in enumerate(dict.fromkeys([*known, *found]))}
+    return {mixer: i % (2 * SLOTS) for i, mixer in enumerate(dict.fromkeys([*KNOWN, *found]))}
 
 
 def scaling(results: Results) -> list[Chart]:
@@ -228,7 +231,8 @@ def learning(results: Results) -> list[tuple[str, list[Chart]]]:
 
 
 def _first(name: str) -> tuple[int, str]:
-    return (LOSSES.index(name) if name in LOSSES else len(LOSSES), name)
+    """Losses first, the learning rate last."""
+    return (LOSSES.index(name) if name in LOSSES else len(LOSSES) + (name == "lr"), name)
 
 
 def _variant(results: Results, record: Record) -> str:
