@@ -75,7 +75,7 @@ def display(token: str, kind: str) -> str:
     """A token as it stands in running text: its own characters, with the space that goes before it."""
     if kind == "bpe" and not SPECIAL.fullmatch(token):
         return decode_bpe(token)
-    return token if kind == "byte" else f" {token}"
+    return token if kind in ("bpe", "byte") else f" {token}"
 
 
 def categorise(tokens: Sequence[str], kind: str) -> np.ndarray:
