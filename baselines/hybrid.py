@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from gma_bench.errors import SettingError
 from gma_bench.mixer import Mixer, State
+from gma_bench.model import build_mixer
 
 
 class Hybrid(Mixer):
@@ -42,10 +43,10 @@ class Hybrid(Mixer):
         if period < 1:
             raise SettingError("mixer.period", period, "at least 1", "mixer.period=4")
         chosen = full if (layer_index + 1) % period == 0 else linear
-        own = {key: value for key, value in chosen.items() if key != "name"}
-        self.mixer: Mixer = instantiate(
-            own, d_model=d_model, num_heads=num_heads, causal=causal, max_length=max_length
-        )
+        self.mixer = build_mixer(
+            OmegaConf.create(dict(chosen)),
+            d_model=d_model, num_heads=num_heads, causal=causal, max_length=max_length,
+        )  # fmt: skip
 
     @property
     def constant_state(self) -> bool:  # type: ignore[override]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gma_bench.errors import SettingError
+from gma_bench.errors import SettingError, UserError
 from gma_bench.mixer import Mixer
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def build_mixer(
     d_model: int,
     num_heads: int,
     causal: bool,
-    max_length: int,
+    max_length: int | None,
     layer_index: int = 0,
 ) -> Mixer:
     """Instantiate ``config`` (a node of ``conf/mixer``) as one layer's mixer.
@@ -37,6 +37,7 @@ def build_mixer(
     Raises:
         SettingError: the target cannot be imported, or does not take one of the settings.
     """
+    from hydra.errors import InstantiationException
     from hydra.utils import get_class, instantiate
     from omegaconf import OmegaConf
 
@@ -66,10 +67,15 @@ def build_mixer(
                 f"~mixer.{key}",
             )
     layer = {"layer_index": layer_index} if "layer_index" in accepted else {}
-    return instantiate(
-        {"_target_": config["_target_"], **own},
-        d_model=d_model, num_heads=num_heads, causal=causal, max_length=max_length, **layer,
-    )  # fmt: skip
+    try:
+        return instantiate(
+            {"_target_": config["_target_"], **own},
+            d_model=d_model, num_heads=num_heads, causal=causal, max_length=max_length, **layer,
+        )  # fmt: skip
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):  # the mixer's own words, not Hydra's around them
+            raise error.__cause__ from None
+        raise
 
 
 class Positions(nn.Module):
