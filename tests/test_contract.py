@@ -1,0 +1,308 @@
+"""The contract: every mixer passes it, and every line of it can fail."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baselines.cosformer import CosFormer
+from baselines.kernelized import kernelized_attention
+from baselines.linear_transformer import LinearTransformer
+from baselines.mha import MHA
+from baselines.sdpa import SDPA
+from gma_bench import contract
+from gma_bench.cli import main
+from gma_bench.config import choices, compose
+from gma_bench.errors import SettingError
+from gma_bench.mixer import Mixer, State
+from gma_bench.model import build_mixer
+
+CELLS = [(name, 0) for name in choices("mixer") if name != "external"] + [("hybrid", 1)]
+
+
+def builder(name: str, layer: int = 0) -> Callable[..., Mixer]:
+    config = compose([f"mixer={name}", "scale=smoke"])
+    return lambda **sizes: build_mixer(config.mixer, layer_index=layer, **sizes)
+
+
+def failures(results: list[contract.CheckResult]) -> list[contract.CheckResult]:
+    return [r for r in results if r.status == "fail"]
+
+
+@pytest.mark.parametrize(("name", "layer"), CELLS, ids=lambda v: str(v))
+def test_every_mixer_passes(name: str, layer: int) -> None:
+    results = contract.check(builder(name, layer), device="cpu")
+    assert not failures(results)
+    assert sum(r.status == "pass" for r in results) >= len(contract.LINES) - 4
+    assert all(r.detail for r in results if r.status == "n/a" and r.line == "builds")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layer"), CELLS, ids=lambda v: str(v))
+def test_every_mixer_passes_with_generated_code(name: str, layer: int) -> None:
+    line = {"works under torch.compile"}
+    results = contract.check(builder(name, layer), compile_backend="inductor", only=line)
+    assert not failures(results)
+
+
+# --- mixers that break one line each -----------------------------------------------------------
+
+
+class WrongDtype(LinearTransformer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask).double()
+
+
+class Overflows(LinearTransformer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) * x.square().sum(-1, keepdim=True).exp()
+
+
+class InfiniteIn(LinearTransformer):
+    bad: torch.dtype
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x, mask)
+        return y / 0 if y.dtype == self.bad else y
+
+
+class InfiniteInBfloat16(InfiniteIn):
+    bad = torch.bfloat16
+
+
+class InfiniteInFloat16(InfiniteIn):
+    bad = torch.float16
+
+
+class DeadParameter(LinearTransformer):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.unused = nn.Parameter(torch.zeros(3))
+
+
+class LooksAhead(LinearTransformer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        causal, self.causal = self.causal, False
+        try:
+            return super().forward(x, mask)
+        finally:
+            self.causal = causal
+
+
+class NeverLooksAhead(LooksAhead):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (self.split_heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.out_proj(
+            self.merge_heads(kernelized_attention(q.exp(), k.exp(), v, causal=True))
+        )
+
+
+class ForgetsMaskAlone(SDPA):
+    """Padding taken for tokens where the batch has one sequence."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None or len(x) > 1:
+            return super().forward(x, mask)
+        return super().forward(x) * mask.unsqueeze(-1)
+
+
+class LeavesPadding(SDPA):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x, mask)
+        return y if mask is None else torch.where(mask.unsqueeze(-1), y, torch.ones(()))
+
+
+class NothingToNormalise(MHA):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        scores = q @ k.transpose(-1, -2)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None], -math.inf)
+        return scores.softmax(-1) @ v
+
+
+class NormalisesOverBatch(LinearTransformer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) / x.std()
+
+
+class ScalesByBatchLength(CosFormer):
+    """M from the batch at hand, as in cosFormer's published code."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.longest = x.shape[1]
+        return super().forward(x, mask)
+
+
+class WholeChunksOnly(LinearTransformer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x.reshape(len(x), -1, min(32, x.shape[1]), x.shape[2]).flatten(1, 2))
+
+
+class StepsWithoutHistory(LinearTransformer):
+    def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
+        return super().step(x_t, self.init_state(len(x_t)))
+
+
+class ClaimsConstantState(SDPA):
+    constant_state = True
+
+
+class HiddenWeights(LinearTransformer):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.register_buffer("hidden", torch.randn(self.d_model), persistent=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) * self.hidden
+
+
+class Counts(LinearTransformer):
+    calls = itertools.count(1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) * next(self.calls)
+
+
+class BranchesOnData(LinearTransformer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) * (2 if x.sum().item() > 0 else 1)
+
+
+BROKEN: list[tuple[str, type[Mixer], str]] = [
+    ("shape and dtype are kept", WrongDtype, "B=1 N=1: torch.float32 became torch.float64"),
+    ("finite in float32", Overflows, "B=2 N=17 scale=30"),
+    ("finite in bfloat16 autocast", InfiniteInBfloat16, "B=1 N=1"),
+    ("finite in float16 autocast", InfiniteInFloat16, "B=1 N=1"),
+    ("gradients finite, and reach every parameter", DeadParameter, "no gradient for unused"),
+    ("no later token reaches an earlier output", LooksAhead, "B=1 N=2: tokens from 1 on"),
+    ("every token reaches every output", NeverLooksAhead, "B=1 N=2: output 0 ignores token 1"),
+    ("masked positions influence nothing", ForgetsMaskAlone, "B=1 N=2 masked=tail"),
+    ("outputs at masked positions are zero", LeavesPadding, "B=1 N=2 masked=tail: 1 masked"),
+    ("a row masked whole gives zeros, no NaN", NothingToNormalise, "B=1 N=1 masked=all"),
+    ("a sequence does not depend on its batch neighbours", NormalisesOverBatch, "B=2 N=1"),
+    ("right padding does not change real positions", ScalesByBatchLength, "positions of padding"),
+    ("any length works, or is refused clearly", WholeChunksOnly, "B=1 N=33: RuntimeError"),
+    ("step by step equals all at once", StepsWithoutHistory, "B=1 N=2: step 1 differs"),
+    ("the state keeps its size", ClaimsConstantState, "bytes after a token"),
+    ("state_dict round-trips", HiddenWeights, "B=2 N=17: the loaded mixer differs"),
+    ("the same under the same seed", Counts, "two runs with one seed differ"),
+    ("works under torch.compile", BranchesOnData, "B=2 N=9"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "broken", "says"), BROKEN, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_line_fails_and_names_the_smallest_input(line: str, broken: type[Mixer], says: str) -> None:
+    found = failures(contract.check(broken, device="cpu", only={line}))
+    assert found
+    assert {r.line for r in found} == {line}
+    assert says in found[0].detail
+
+
+def test_every_line_has_a_mixer_that_breaks_it() -> None:
+    assert [line for line, *_ in BROKEN] == [line.name for line in contract.LINES]
+
+
+def test_a_sound_mixer_passes_beside_the_broken_ones() -> None:
+    # The mixers that the broken ones are made from pass, so it is the break that is found.
+    for sound in (LinearTransformer, SDPA, MHA, CosFormer):
+        lines = {line for line, *_ in BROKEN if line != "works under torch.compile"}
+        assert not failures(contract.check(sound, device="cpu", only=lines))
+
+
+def test_refusing_both_forms_fails() -> None:
+    def refuses(**sizes: Any) -> Mixer:
+        raise SettingError("mixer", "Nothing", "has no form", "mixer=gma")
+
+    assert [r.line for r in failures(contract.check(refuses))] == ["has a form"]
+
+
+def test_a_constructor_that_breaks_fails() -> None:
+    def breaks(**sizes: Any) -> Mixer:
+        raise TypeError("unexpected argument")
+
+    found = failures(contract.check(breaks))
+    assert {(r.line, r.form) for r in found} == {("builds", f) for f in contract.FORMS}
+    assert "TypeError: unexpected argument" in found[0].detail
+
+
+# --- from the command line ---------------------------------------------------------------------
+
+MINE = '''
+import torch
+from torch import nn
+from gma_bench.mixer import Mixer, zero_masked
+
+class MyMixer(Mixer):
+    """Running mean of a projection: as small as a sound mixer gets."""
+
+    constant_state = True
+
+    def __init__(self, d_model, num_heads, causal=False, max_length=None, *, gain: float = 1.0):
+        super().__init__(d_model, num_heads, causal, max_length)
+        self.gain = gain
+        self.proj = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x, mask=None):
+        weight = torch.ones_like(x[..., :1]) if mask is None else mask.unsqueeze(-1).to(x.dtype)
+        total, count = self.proj(zero_masked(x, mask)), weight
+        if self.causal:
+            total, count = total.cumsum(1), count.cumsum(1)
+        else:
+            total, count = total.sum(1, keepdim=True), count.sum(1, keepdim=True)
+        return zero_masked((self.gain * total / count.clamp(min=1)).expand_as(x), mask)
+
+    def init_state(self, batch_size):
+        zero = self.proj.weight.new_zeros(batch_size, self.d_model)
+        return {"total": zero, "count": 0}
+
+    def step(self, x_t, state):
+        total, count = state["total"] + self.proj(x_t), state["count"] + 1
+        return self.gain * total / count, {"total": total, "count": count}
+
+class Leaky(MyMixer):
+    def forward(self, x, mask=None):
+        return super().forward(x)
+'''
+
+
+@pytest.fixture
+def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder = tmp_path / "outside" / "my_package"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(folder.parent))
+    return "my_package"
+
+
+def test_mixer_outside_the_repository_is_checked_and_run(
+    my_package: str, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixer = [f"mixer._target_={my_package}.MyMixer", "+mixer.gain=2"]
+    assert main(["check", "scale=smoke", *mixer]) == 0
+    assert "my_package.MyMixer" in capsys.readouterr().out
+    cell = [o for o in tiny if not o.startswith("mixer=")]
+    assert main(["run", *cell, *mixer]) == 0
+    assert len(list((tmp_path / "results").rglob("runs/*.json"))) == 1
+
+
+def test_check_exits_with_1_on_a_failure(
+    my_package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "scale=smoke", f"mixer._target_={my_package}.Leaky"]) == 1
+    assert "B=1 N=2 masked=tail: what is under the mask" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_linformer_in_a_causal_task_says_why() -> None:
+    with pytest.raises(SettingError, match="no causal form: its projections mix all positions"):
+        builder("linformer")(d_model=32, num_heads=4, causal=True, max_length=8)
