@@ -55,6 +55,7 @@ class Footprint:
         saved_bytes: kept for the backward pass at the end of the forward pass.
         parameter_bytes: parameters and buffers; not part of the peak, nor are their gradients.
         standing_bytes: everything that was there before the call.
+        operators: number of operators that the call ran.
         seconds: how long building and running took.
     """
 
@@ -62,6 +63,7 @@ class Footprint:
     saved_bytes: int
     parameter_bytes: int
     standing_bytes: int
+    operators: int
     seconds: float
 
 
@@ -83,7 +85,7 @@ def measure(build: Callable[[], Subject], device: torch.device) -> Footprint:
                 _warm_up(subject)
                 torch.cuda.reset_peak_memory_stats(device)
                 before = torch.cuda.memory_allocated(device)
-            peak, saved = _follow(subject)
+            peak, saved, operators = _follow(subject)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 peak = torch.cuda.max_memory_allocated(device) - before
@@ -95,7 +97,7 @@ def measure(build: Callable[[], Subject], device: torch.device) -> Footprint:
     if message:  # raised here, where the frames that hold the tensors are gone
         gc.collect()
         raise OutOfMemory(message)
-    return Footprint(peak, saved, parameters, standing, time.perf_counter() - start)
+    return Footprint(peak, saved, parameters, standing, operators, time.perf_counter() - start)
 
 
 def simulate(build: Callable[[], Subject]) -> Footprint:
@@ -108,9 +110,9 @@ def simulate(build: Callable[[], Subject]) -> Footprint:
     with _no_garbage_collection(), FakeTensorMode():
         with MadeUpScalars():
             subject = build()
-        peak, saved = _follow(subject)
+        peak, saved, operators = _follow(subject)
         parameters, standing = subject.parameter_bytes(), subject.standing_bytes()
-    return Footprint(peak, saved, parameters, standing, time.perf_counter() - start)
+    return Footprint(peak, saved, parameters, standing, operators, time.perf_counter() - start)
 
 
 class MadeUpScalars(TorchDispatchMode):
@@ -124,16 +126,16 @@ class MadeUpScalars(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _follow(subject: Subject) -> tuple[int, int]:
+def _follow(subject: Subject) -> tuple[int, int, int]:
     with StorageTracker() as tracker:
         if subject.gradient is None:
             out = subject.run()
-            return tracker.peak_bytes, 0
+            return tracker.peak_bytes, 0, tracker.operators
         with saved_for_backward(tracker) as saved:
             out = subject.run()
         saved_bytes = saved.num_bytes()
         out.backward(subject.gradient)
-    return tracker.peak_bytes, saved_bytes
+    return tracker.peak_bytes, saved_bytes, tracker.operators
 
 
 def _warm_up(subject: Subject) -> None:
@@ -228,10 +230,11 @@ def profile(config: DictConfig) -> Outcome:
     Rows: ``sweep`` (``length`` or ``components``), ``scope`` (``layer``, ``model``), ``pass``
     (``forward``, ``forward_backward``), ``method`` (``measured``, ``simulated``), ``device``,
     ``dtype``, ``causal``, ``batch_size``, ``seq_len``, ``num_components``, ``status``,
-    ``peak_bytes``, ``saved_bytes``, ``parameter_bytes``, ``standing_bytes``, ``seconds``,
+    ``peak_bytes``, ``saved_bytes``, ``parameter_bytes``, ``standing_bytes``, ``operators``, ``seconds``,
     ``simulated_bytes`` (of a measured row), ``reached``, ``reason``. Status is ``ok``; ``OOM`` where
     the memory does not suffice; ``time`` where the call would take longer than
-    ``task.cell_seconds``; ``unavailable`` where it cannot be simulated. ``reached`` is then the
+    ``task.cell_seconds``, or a simulation run more than ``task.simulation_operators`` operators;
+    ``unavailable`` where it cannot be simulated. ``reached`` is then the
     largest length (or K) that was done.
     """
     task = config.task
@@ -316,9 +319,9 @@ class _Series:
     def _simulated(self) -> Iterator[tuple[dict[str, Any], Footprint | None]]:
         done: list[tuple[int, float]] = []
         for point in self.points:
-            seconds = extrapolate(done, point)
-            if seconds is not None and seconds > self.config.task.simulation_seconds:
-                reason = f"would take {seconds:.0f} s"
+            operators = extrapolate(done, point)
+            if operators is not None and operators > self.config.task.simulation_operators:
+                reason = f"would run {operators:,.0f} operators"
                 yield self._row(point, "simulated", "time", reason=reason, done=done), None
                 continue
             try:
@@ -327,7 +330,7 @@ class _Series:
                 reason = f"cannot be simulated here: {str(error).splitlines()[0]}"
                 yield self._row(point, "simulated", "unavailable", reason=reason, done=done), None
                 continue
-            done.append((point, found.seconds))
+            done.append((point, found.operators))
             yield self._row(point, "simulated", "ok", found), found
 
     def _not_simulable(self) -> tuple[type[Exception], ...]:
@@ -398,6 +401,7 @@ class _Series:
             "saved_bytes": found and found.saved_bytes,
             "parameter_bytes": found and found.parameter_bytes,
             "standing_bytes": found and found.standing_bytes,
+            "operators": found and found.operators,
             "seconds": found and round(found.seconds, 4),
             "simulated_bytes": None,
             "reached": None if found else (done[-1][0] if done else 0),

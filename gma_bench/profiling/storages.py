@@ -28,11 +28,12 @@ class StorageTracker(TorchDispatchMode):
     Attributes:
         live_bytes: bytes alive now, above the baseline.
         peak_bytes: the most that were alive after any operator.
+        operators: number of operators run.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.operators = 0
         self._storages: dict[
             int, tuple[weakref.ref[Any], int, int]
         ] = {}  # address: ref, bytes, serial
@@ -42,6 +43,7 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.operators += 1
         for tensor in _tensors((args, kwargs)):
             self._meet(tensor, counted=False)
         out = func(*args, **kwargs)

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def cell(mixer: str, *overrides: str) -> DictConfig:
     mixers = [f"mixer._target_={mixer}"] if "." in mixer else [f"mixer={mixer}"]
-    steady = ["task.device=cpu", "task.cell_seconds=600", "task.simulation_seconds=600"]
+    steady = ["task.device=cpu", "task.cell_seconds=600", "task.simulation_operators=1000000"]
     return compose(["task=memory", "scale=smoke", *mixers, *steady, *overrides])
 
 
