@@ -52,8 +52,8 @@ def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
         The record; ``record["skipped"]`` tells that it was there before.
     """
     config = compose(overrides)
-    plain = resolved(config)
-    name = run_id(plain)
+    plain = identify(config)
+    name = config.run_id
     path = record_path(config.results_dir, config.scale.name, name)
     if not config.rerun and (record := finished_record(path)):
         return record | {"skipped": True}
@@ -69,6 +69,20 @@ def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
     return record
 
 
+def identify(config: DictConfig) -> Record:
+    """Write into a configuration what its procedure needs to know of the run; return what it resolves to.
+
+    ``config.run_id`` names it, ``config.output_dir`` is the folder of its logs and artifacts, and
+    ``config.resolved`` is the part of the configuration that its figures depend on.
+    """
+    plain = resolved(config)
+    name = run_id(plain)
+    with open_dict(config):
+        config.run_id, config.resolved = name, plain
+        config.output_dir = str(Path(config.results_dir) / config.scale.name / "artifacts" / name)
+    return plain
+
+
 def is_main_process() -> bool:
     """Whether this process writes the record: rank 0 of the processes that share a cell."""
     ranks = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
@@ -78,10 +92,6 @@ def is_main_process() -> bool:
 def _run(
     config: DictConfig, plain: Record, name: str, overrides: Sequence[str], keep_failure: bool
 ) -> Record:
-    with open_dict(config):
-        config.run_id = name
-        config.output_dir = str(Path(config.results_dir) / config.scale.name / "artifacts" / name)
-        config.resolved = plain
     record = _before(config, plain, name, overrides)
     started = time.monotonic()
     outcome, error = Outcome(metric="", split="none"), None
