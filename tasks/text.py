@@ -97,6 +97,11 @@ class Text(Task):
 
     # ------------------------------------------------------------------------------------- data
 
+    def planned_sizes(self) -> tuple[int, int]:
+        """As set up; before that, a class a package, or the two of IMDb."""
+        planned = len(PACKAGES) if self.source == "embedded" else 2
+        return self.vocab_size, len(self.classes) if self.data else planned
+
     def prepare_data(self) -> None:
         """Read or extract what is not in the cache yet."""
         self._entry()

@@ -45,6 +45,10 @@ Window = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 _ARTICLE = re.compile(r"^ ?= [^=].* = ?$")
 
+RELEASE_WORDS = 267_735
+"""Distinct words of WikiText-103's train split, ``<unk>`` and ``<eos>`` included (Merity et al. 2017)."""
+GPT2_PIECES = 50_257
+
 
 class WikiText103(Task):
     """Causal language modelling over contiguous windows of a text.
@@ -123,6 +127,19 @@ class WikiText103(Task):
         self.data: dict[str, TokenStream] = {}
 
     # ------------------------------------------------------------------------------------- data
+
+    def planned_sizes(self) -> tuple[int, int]:
+        """As set up; before that, the tokenizer's setting or what is known of the release."""
+        if self.data:
+            return self.vocab_size, self.num_outputs
+        settings = self.tokenizer_settings
+        planned = {
+            "bpe": settings.get("bpe_vocab_size"),
+            "word": settings.get("word_vocab_size") or RELEASE_WORDS,
+            "gpt2": GPT2_PIECES,
+            "byte": 257,
+        }[settings["tokenizer"]]
+        return planned, planned
 
     def prepare_data(self) -> None:
         """Train the tokenizer and encode the text, where the cache does not have them yet."""
