@@ -74,7 +74,11 @@ class GaussianMixtureAttention(Mixer):
         self.v_proj = nn.Linear(d_model, d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         shape = (1 if share_components_across_heads else num_heads, num_components)
-        self.means = nn.Parameter(torch.randn(*shape, self.routing_dim))
+        # All means at one distance from the origin, as normalised routing vectors are: a shorter mean
+        # is nearer to everything, and its component would win more than its share from the start.
+        means = torch.randn(*shape, self.routing_dim)
+        means *= self.routing_dim**0.5 / means.norm(dim=-1, keepdim=True)
+        self.means = nn.Parameter(means)
         above_floor = self.init_variance - variance_floor
         inverse_softplus = above_floor + math.log(-math.expm1(-above_floor))
         self.raw_variance = nn.Parameter(torch.full((*shape, self.routing_dim), inverse_softplus))
