@@ -32,7 +32,7 @@ from tasks.accuracy import Accuracy
 IGNORED = -100
 """The target where nothing is asked."""
 SPLITS = ("train", "val", "test")
-BLOCK = 1024
+BLOCK = 256
 """Rows drawn at once. Part of what a seed means: a change gives other data."""
 
 
