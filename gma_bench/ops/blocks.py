@@ -1,0 +1,433 @@
+"""GMA over blocks of tokens that fit the cache: forward and backward in plain torch.
+
+Nothing of size ``N × K`` outlives a block: backward computes the responsibilities again. Inside a
+block tensors are laid out ``(H, g·n, ·)``: n tokens of each of g sequences, g > 1 where sequences
+are short.
+
+The bidirectional read is softmax attention over K fixed keys. As responsibilities sum to one,
+``Γ_Q Z + ε = Γ_Q (Z + ε)``, so ``O = softmax(L + log(Z + ε)) U`` with ``U = Ṽ / (Z + ε)``.
+The causal form is chunked linear attention with the feature map γ: a state between chunks, a
+masked product inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gma_bench.ops.mixture import Mixture, MixtureGradients
+
+CHUNK = 64
+"""Tokens of a causal chunk."""
+
+Group = slice
+"""Consecutive sequences of the batch that are worked on together."""
+
+
+def block_rows(rows: int) -> int:
+    """Rows (heads × tokens) of a block: at most what L2 holds, at least what a matrix product likes.
+
+    Between the two it is a small part of the input, so that the peak of memory is set by what
+    goes in and comes out.
+    """
+    return min(max(rows // 20, 192), 2048)
+
+
+def plan(x: Tensor, multiple: int = 16) -> tuple[int, int]:
+    """``(sequences of a group, tokens of a block)`` for ``x (B, H, N, ·)``."""
+    batch, heads, length, _ = x.shape
+    rows = block_rows(batch * heads * length)
+    group = max(1, min(batch, rows // max(1, heads * length)))
+    return group, max(multiple, rows // heads // multiple * multiple)
+
+
+def groups(batch: int, size: int) -> Iterator[Group]:
+    """Slices of the batch."""
+    return (slice(start, min(start + size, batch)) for start in range(0, batch, size))
+
+
+def spans(length: int, size: int) -> list[slice]:
+    """Slices of the sequence."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def causal_spans(length: int, size: int) -> list[slice]:
+    """Slices of whole chunks, then what is left."""
+    whole = length // CHUNK * CHUNK
+    return spans(whole, size) + ([slice(whole, length)] if whole < length else [])
+
+
+def take(x: Tensor, group: Group, span: slice, dtype: torch.dtype) -> Tensor:
+    """A block of ``x (B, H, N, d)`` as ``(H, g·n, d)``; a view where that is possible."""
+    return x[group, :, span].transpose(0, 1).flatten(1, 2).to(dtype)
+
+
+def place(x: Tensor, group: Group, span: slice) -> Tensor:
+    """Where a block lies in ``x (B, H, N, d)``, as ``(H, g, n, d)``."""
+    return x[group, :, span].transpose(0, 1)
+
+
+def put(x: Tensor, group: Group, span: slice, block: Tensor) -> None:
+    """Write a block ``(H, g·n, d)`` or ``(H·g, n, d)`` back into ``x (B, H, N, d)``."""
+    target = place(x, group, span)
+    target.copy_(block.view(target.shape))
+
+
+def padding(key_mask: Tensor | None, group: Group, span: slice) -> Tensor | None:
+    """True where a row of a block is padding, ``(1, g·n, 1)``."""
+    return None if key_mask is None else key_mask[group, span].flatten()[None, :, None].logical_not()
+
+
+def per_sequence(x: Tensor, count: int) -> Tensor:
+    """``(H, g·n, d) -> (H·g, n, d)``."""
+    return x.view(x.shape[0] * count, -1, x.shape[-1])
+
+
+def like_layout(q: Tensor, v: Tensor) -> Tensor:
+    """An empty output ``(B, H, N, d_v)`` that lies in memory as ``q`` does: by head or by token."""
+    batch, heads, length, _ = q.shape
+    if q.stride(1) < q.stride(2):  # a view of (B, N, H·d): merging the heads stays free
+        return v.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+    return v.new_empty(batch, heads, length, v.shape[-1])
+
+
+class Keys:
+    """A block of keys and values, with padding taken out."""
+
+    def __init__(
+        self, mixture: Mixture, k: Tensor, v: Tensor, key_mask: Tensor | None,
+        group: Group, span: slice, near: bool,
+    ) -> None:
+        self.padding = padding(key_mask, group, span)
+        self.x = take(k, group, span, mixture.dtype)
+        self.values = take(v, group, span, mixture.dtype)
+        if self.padding is not None:
+            self.x = self.x.masked_fill(self.padding, 0.0)
+            self.values = self.values.masked_fill(self.padding, 0.0)
+        self.gamma, self.features = mixture.responsibilities(self.x, near=near)
+        self.clear_padding(self.gamma)
+
+    def clear_padding(self, block: Tensor) -> Tensor:
+        """Zero the rows of padding, in place."""
+        return block if self.padding is None else block.masked_fill_(self.padding, 0.0)
+
+    def backward(
+        self, grad_logits: Tensor, gradients: MixtureGradients, target: Tensor
+    ) -> None:
+        """Gradient for the keys into ``target (H, g, n, d_r)``, given that of their logits."""
+        grad_logits = self.clear_padding(grad_logits.view(self.gamma.shape))
+        gradients.constant += grad_logits.sum(1)
+        gradients.backward(grad_logits, self.x, self.features, target)
+
+
+def softmax_backward(grad: Tensor, output: Tensor) -> Tensor:
+    """``y ∘ (g − Σ g y)`` along the last dimension, into ``grad``."""
+    return torch.ops.aten._softmax_backward_data.out(
+        grad, output, -1, output.dtype, grad_input=grad
+    )
+
+
+# ---------------------------------------------------------------- bidirectional
+
+
+def write(
+    k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``Ṽ = Γ_Kᵀ V (B, H, K, d_v)`` and ``Z = Γ_Kᵀ 1 (B, H, K)``."""
+    batch, heads, length, _ = k.shape
+    components = mixture.constant.shape[-1]
+    written = v.new_empty(batch, heads, components, v.shape[-1], dtype=mixture.dtype)
+    mass = written.new_empty(batch, heads, components)
+    size, tokens = plan(k)
+    near = mixture.is_near(k)
+    for group in groups(batch, size):
+        count = group.stop - group.start
+        total = written.new_zeros(heads * count, components, v.shape[-1])
+        total_mass = written.new_zeros(heads * count, components)
+        for span in spans(length, tokens):
+            keys = Keys(mixture, k, v, key_mask, group, span, near)
+            gamma = per_sequence(keys.gamma, count)
+            total.baddbmm_(gamma.transpose(1, 2), per_sequence(keys.values, count))
+            total_mass += gamma.sum(1)
+        written[group] = total.view(heads, count, components, -1).transpose(0, 1)
+        mass[group] = total_mass.view(heads, count, components).transpose(0, 1)
+    return written, mass
+
+
+class Memory:
+    """What the queries of a group read: ``U = Ṽ / (Z + ε)`` weighted by ``Z + ε``."""
+
+    def __init__(
+        self, mixture: Mixture, written: Tensor, mass: Tensor, group: Group, eps: float
+    ) -> None:
+        scale = mass[group].transpose(0, 1).add(eps)  # (H, g, K)
+        self.bias = mixture.constant + scale.log().unsqueeze(2)  # (H, g, 1, K)
+        self.scale = scale.flatten(0, 1).unsqueeze(-1)  # (H·g, K, 1)
+        self.values = merge(written[group]) / self.scale  # (H·g, K, d_v)
+
+
+def read(q: Tensor, written: Tensor, mass: Tensor, mixture: Mixture, eps: float, out: Tensor) -> None:
+    """``O = Γ_Q Ṽ / (Γ_Q Z + ε)`` into ``out (B, H, N, d_v)``."""
+    size, tokens = plan(q)
+    near = mixture.is_near(q)
+    for group in groups(len(q), size):
+        memory = Memory(mixture, written, mass, group, eps)
+        count = group.stop - group.start
+        for span in spans(q.shape[2], tokens):
+            x = take(q, group, span, mixture.dtype)
+            weights, _ = mixture.responsibilities(x, memory.bias, near)
+            put(out, group, span, torch.bmm(per_sequence(weights, count), memory.values))
+
+
+def read_backward(
+    grad_out: Tensor, q: Tensor, written: Tensor, mass: Tensor, gradients: MixtureGradients,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`read` for ``q``, ``Ṽ`` and ``Z``; the mixture's go to ``gradients``."""
+    mixture = gradients.mixture
+    grad_q = torch.empty_like(q)
+    grad_written, grad_mass = torch.empty_like(written), torch.empty_like(mass)
+    size, tokens = plan(q)
+    near = mixture.is_near(q)
+    for group in groups(len(q), size):
+        memory = Memory(mixture, written, mass, group, eps)
+        count = group.stop - group.start
+        grad_values = torch.zeros_like(memory.values)
+        grad_bias = grad_values.new_zeros(grad_values.shape[:2])  # (H·g, K)
+        for span in spans(q.shape[2], tokens):
+            x = take(q, group, span, mixture.dtype)
+            weights, features = mixture.responsibilities(x, memory.bias, near)
+            weights = per_sequence(weights, count)
+            grad = per_sequence(take(grad_out, group, span, mixture.dtype), count)
+            grad_values.baddbmm_(weights.transpose(1, 2), grad)
+            grad_logits = torch.bmm(grad, memory.values.transpose(1, 2))
+            softmax_backward(grad_logits, weights)
+            del weights
+            grad_bias += grad_logits.sum(1)
+            gradients.backward(
+                grad_logits.view(*x.shape[:2], -1), x, features, place(grad_q, group, span)
+            )
+        grad_bias = grad_bias.view(-1, count, grad_bias.shape[-1])
+        gradients.constant += grad_bias.sum(1)
+        grad_scale = grad_bias - dot(grad_values, memory.values).view(grad_bias.shape)
+        grad_mass[group] = (grad_scale / memory.scale.view(grad_bias.shape)).transpose(0, 1)
+        place_state(grad_written[group]).copy_(
+            grad_values.div_(memory.scale).view(*grad_bias.shape, -1)
+        )
+    return grad_q, grad_written, grad_mass
+
+
+def write_backward(
+    grad_written: Tensor, grad_mass: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
+    gradients: MixtureGradients,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`write` for ``k`` and ``v``; the mixture's go to ``gradients``."""
+    mixture = gradients.mixture
+    grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+    size, tokens = plan(k)
+    near = mixture.is_near(k)
+    for group in groups(len(k), size):
+        count = group.stop - group.start
+        total = merge(grad_written[group])
+        total_mass = merge(grad_mass[group].unsqueeze(2))  # (H·g, 1, K)
+        for span in spans(k.shape[2], tokens):
+            keys = Keys(mixture, k, v, key_mask, group, span, near)
+            gamma = per_sequence(keys.gamma, count)
+            put(grad_v, group, span, torch.bmm(gamma, total))
+            grad_logits = torch.baddbmm(
+                total_mass, per_sequence(keys.values, count), total.transpose(1, 2)
+            )
+            softmax_backward(grad_logits, gamma)
+            del gamma
+            keys.backward(grad_logits, gradients, place(grad_k, group, span))
+    return grad_k, grad_v
+
+
+# ---------------------------------------------------------------- causal
+
+
+def chunked(x: Tensor, chunk: int) -> Tensor:
+    """``(E, n, d) -> (E·c, chunk, d)``."""
+    return x.reshape(-1, chunk, x.shape[-1])
+
+
+class Causal:
+    """What a causal block computes in both directions, ``E = H·g`` sequences of c chunks."""
+
+    def __init__(
+        self, mixture: Mixture, q: Tensor, keys: Keys, count: int, state: Tensor, mass: Tensor,
+        eps: float, near: bool,
+    ) -> None:
+        self.query_gamma, self.query_features = mixture.responsibilities(q, near=near)
+        length = q.shape[1] // count
+        chunk = min(CHUNK, length)
+        self.count, self.chunks = count, length // chunk
+        self.gamma_q, self.gamma_k = chunked(self.query_gamma, chunk), chunked(keys.gamma, chunk)
+        self.values = chunked(keys.values, chunk)
+        self.before = q.new_ones(self.chunks, self.chunks).tril_(-1)  # earlier chunks of a block
+        self.states, self.next_state = self.scan(torch.bmm(self.gamma_k.transpose(1, 2), self.values), state)
+        self.masses, self.next_mass = self.scan(self.gamma_k.sum(1).unsqueeze(-1), mass.unsqueeze(-1))
+        self.affinity = torch.bmm(self.gamma_q, self.gamma_k.transpose(1, 2)).tril_()
+        self.denominator = torch.bmm(self.gamma_q, self.masses).add_(
+            self.affinity.sum(-1, keepdim=True)
+        ).add_(eps)
+
+    def scan(self, parts: Tensor, state: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+        """Exclusive prefix (or suffix) sums over the chunks of a block, from ``state (E, K, ·)``.
+
+        Returns the state before each chunk ``(E·c, K, ·)`` and the state after the block.
+        """
+        flat = parts.view(len(state), self.chunks, -1)
+        before = self.before.T if reverse else self.before
+        states = torch.baddbmm(
+            state.reshape(len(state), 1, -1), before.expand(len(state), -1, -1), flat
+        )
+        end = 0 if reverse else -1
+        after = (states[:, end] + flat[:, end]).view(state.shape)
+        return states.view(parts.shape), after
+
+
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None, eps: float,
+    out: Tensor, state: Tensor | None = None, mass: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal GMA into ``out (B, H, N, d_v)``, from a state where one is given.
+
+    Returns the state before each block and its mass: ``(blocks + 1, B, H, K, d_v)`` and
+    ``(blocks + 1, B, H, K)``; the last one is the state after the sequence.
+    """
+    size, tokens = plan(q, CHUNK)
+    parts = causal_spans(q.shape[2], tokens)
+    near = mixture.is_near(q), mixture.is_near(k)
+    states, masses = empty_states(q, v, mixture, len(parts))
+    for group in groups(len(q), size):
+        count = group.stop - group.start
+        current, current_mass = initial_state(states[0, group], state, mass, group)
+        for index, span in enumerate(parts):
+            store(states[index, group], masses[index, group], current, current_mass)
+            keys = Keys(mixture, k, v, key_mask, group, span, near[1])
+            block = Causal(
+                mixture, take(q, group, span, mixture.dtype), keys, count, current, current_mass,
+                eps, near[0],
+            )
+            numerator = torch.bmm(block.affinity, block.values)
+            numerator.baddbmm_(block.gamma_q, block.states).div_(block.denominator)
+            put(out, group, span, numerator)
+            current, current_mass = block.next_state, block.next_mass
+        store(states[-1, group], masses[-1, group], current, current_mass)
+    return states, masses
+
+
+def causal_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, states: Tensor, masses: Tensor,
+    key_mask: Tensor | None, gradients: MixtureGradients, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`causal` for q, k, v and for the state and mass it started from."""
+    mixture = gradients.mixture
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_state, grad_mass = torch.empty_like(states[0]), torch.empty_like(masses[0])
+    size, tokens = plan(q, CHUNK)
+    parts = causal_spans(q.shape[2], tokens)
+    near = mixture.is_near(q), mixture.is_near(k)
+    for group in groups(len(q), size):
+        count = group.stop - group.start
+        later = states.new_zeros(q.shape[1] * count, *states.shape[-2:])
+        later_mass = later.new_zeros(later.shape[:2])
+        for index, span in reversed(list(enumerate(parts))):
+            keys = Keys(mixture, k, v, key_mask, group, span, near[1])
+            x = take(q, group, span, mixture.dtype)
+            block = Causal(
+                mixture, x, keys, count, merge(states[index, group]), merge(masses[index, group]),
+                eps, near[0],
+            )
+            grad = chunked(per_sequence(take(grad_out, group, span, mixture.dtype), count), block.values.shape[1])
+            back = CausalBackward(block, grad, later, later_mass)
+            put(grad_v, group, span, keys.clear_padding(back.grad_values().view(keys.values.shape)))
+            grad_logits = back.grad_query_logits().view(block.query_gamma.shape)
+            gradients.constant += grad_logits.sum(1)
+            gradients.backward(grad_logits, x, block.query_features, place(grad_q, group, span))
+            keys.backward(back.grad_key_logits(), gradients, place(grad_k, group, span))
+            later, later_mass = back.earlier_state, back.earlier_mass
+        store(grad_state[group], grad_mass[group], later, later_mass)
+    return grad_q, grad_k, grad_v, grad_state, grad_mass
+
+
+class CausalBackward:
+    """Gradients inside a causal block, given those of the state after it."""
+
+    def __init__(self, block: Causal, grad: Tensor, later: Tensor, later_mass: Tensor) -> None:
+        self.block = block
+        self.grad = grad / block.denominator  # of the numerator
+        self.read = torch.bmm(self.grad, block.states.transpose(1, 2))  # (E·c, chunk, K)
+        self.affinity = torch.bmm(self.grad, block.values.transpose(1, 2))  # (E·c, chunk, chunk)
+        self.grad_denominator = dot(self.affinity, block.affinity).add_(
+            dot(self.read, block.gamma_q)
+        ).div_(block.denominator).neg_()  # (E·c, chunk, 1)
+        self.affinity.add_(self.grad_denominator).tril_()
+        query = block.gamma_q.transpose(1, 2)
+        self.states, self.earlier_state = block.scan(torch.bmm(query, self.grad), later, reverse=True)
+        self.masses, earlier_mass = block.scan(
+            torch.bmm(query, self.grad_denominator), later_mass.unsqueeze(-1), reverse=True
+        )
+        self.earlier_mass = earlier_mass.squeeze(-1)
+
+    def grad_values(self) -> Tensor:
+        """Of the values of the block."""
+        return torch.bmm(self.block.affinity.transpose(1, 2), self.grad).baddbmm_(
+            self.block.gamma_k, self.states
+        )
+
+    def grad_query_logits(self) -> Tensor:
+        """Of the logits of the queries."""
+        grad = self.read.addcmul_(self.grad_denominator, self.block.masses.transpose(1, 2))
+        grad.baddbmm_(self.affinity, self.block.gamma_k)
+        return softmax_backward(grad, self.block.gamma_q)
+
+    def grad_key_logits(self) -> Tensor:
+        """Of the logits of the keys."""
+        grad = torch.baddbmm(
+            self.masses.transpose(1, 2), self.block.values, self.states.transpose(1, 2)
+        )
+        grad.baddbmm_(self.affinity.transpose(1, 2), self.block.gamma_q)
+        return softmax_backward(grad, self.block.gamma_k)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products along the last dimension, kept."""
+    return (a * b).sum(-1, keepdim=True)
+
+
+def empty_states(q: Tensor, v: Tensor, mixture: Mixture, blocks: int) -> tuple[Tensor, Tensor]:
+    """Room for the states of :func:`causal`."""
+    shape = blocks + 1, *q.shape[:2], mixture.constant.shape[-1]
+    masses = q.new_empty(shape, dtype=mixture.dtype)
+    return masses.new_empty(*shape, v.shape[-1]), masses
+
+
+def merge(x: Tensor) -> Tensor:
+    """``(g, H, K, ·) -> (H·g, K, ·)``."""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def initial_state(
+    like: Tensor, state: Tensor | None, mass: Tensor | None, group: Group
+) -> tuple[Tensor, Tensor]:
+    """The state that a group starts from, ``(H·g, K, d_v)`` and ``(H·g, K)``."""
+    if state is None or mass is None:
+        zeros = like.new_zeros(like.shape[0] * like.shape[1], *like.shape[2:])
+        return zeros, zeros.new_zeros(zeros.shape[:2])
+    return merge(state[group]).to(like.dtype), merge(mass[group]).to(like.dtype)
+
+
+def place_state(x: Tensor) -> Tensor:
+    """``(g, H, K, ·) -> (H, g, K, ·)``, a view."""
+    return x.transpose(0, 1)
+
+
+def store(target: Tensor, target_mass: Tensor, state: Tensor, mass: Tensor) -> None:
+    """``(H·g, K, ·)`` into ``(g, H, K, ·)``."""
+    for whole, part in ((target, state), (target_mass, mass)):
+        turned = place_state(whole)
+        turned.copy_(part.view(turned.shape))

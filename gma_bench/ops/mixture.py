@@ -1,0 +1,156 @@
+"""The mixture in the form that matrix products want, and the error that this form may make.
+
+``log π_k + log N(x; μ_k, σ²_k) = [x², x] · [−½/σ²_k ; μ_k/σ²_k] + c_k`` turns the log-density into
+matrix products, but cancels where ``x²/σ²`` is much larger than ``(x − μ)²/σ²``: far from the
+origin, with small variances. A block of tokens where that would cost accuracy is evaluated in
+float64 instead, on the parameter side as well, so its error is below that of the direct form.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+SAFE_MAGNITUDE = 8.0
+"""Sum of the terms of a logit (in nats) up to which float32 loses nothing that the direct form keeps."""
+
+SAFE_RATIO = 3.0
+"""How many times the logit itself the terms may sum to, beyond ``SAFE_MAGNITUDE``."""
+
+
+def is_true(condition: Tensor) -> bool:
+    """The value of a one-element tensor; True where there is none (fake and meta tensors)."""
+    return isinstance(condition, FakeTensor) or condition.is_meta or bool(condition.item())
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any input is, float32 otherwise: logits never have less than that."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+class Mixture:
+    """Parameters of the H mixtures, prepared once for many blocks of tokens.
+
+    Args:
+        means, variances: ``(H, K, d_r)``.
+        log_priors: ``(H, K)``.
+        dtype: what blocks are computed in where that is accurate enough.
+    """
+
+    def __init__(
+        self, means: Tensor, variances: Tensor, log_priors: Tensor, dtype: torch.dtype
+    ) -> None:
+        self.parameters = means, variances, log_priors
+        self.dtype = dtype
+        mean, variance = means.double(), variances.double()
+        precision = variance.reciprocal()
+        norm = (mean.square() * precision).sum(-1)  # Σ μ²/σ², (H, K)
+        constant = log_priors.double() - 0.5 * (norm + variance.log().sum(-1))
+        self.matrix = torch.cat((-0.5 * precision, mean * precision), -1).to(dtype).transpose(1, 2)
+        self.constant = constant.to(dtype)[:, None, None]  # (H, 1, 1, K)
+        self.norm = norm.to(dtype)
+        self._wide: Mixture | None = None
+
+    @property
+    def wide(self) -> Mixture:
+        """The same mixture in float64."""
+        if self._wide is None:
+            self._wide = Mixture(*self.parameters, torch.float64)
+        return self._wide
+
+    def is_near(self, x: Tensor) -> bool:
+        """Whether float32 is enough for every token of ``x (B, H, N, d_r)``, by a bound."""
+        if self.dtype == torch.float64 or x.numel() == 0:
+            return True
+        reach = self.matrix[:, : x.shape[-1]].amin() * -2
+        length = torch.linalg.vector_norm(x, dim=-1, dtype=self.dtype).amax()
+        return is_true(length * length * reach + self.norm.amax() <= 2 * SAFE_MAGNITUDE)
+
+    def responsibilities(
+        self, x: Tensor, bias: Tensor | None = None, near: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Posteriors of a block and what their gradients are made of.
+
+        Args:
+            x: ``(H, g·n, d_r)``, n tokens of g sequences for each head.
+            bias: ``(H, g, 1, K)``, in place of the constant of the logits.
+            near: whether :meth:`is_near` holds, so that no block needs a closer look.
+
+        Returns:
+            ``(H, g·n, K)`` and ``[x², x] (H, g·n, 2·d_r)``, the latter in the dtype that was used.
+        """
+        features = torch.cat((x.square(), x), -1)
+        gamma = torch.bmm(features, self.matrix)
+        bias = self.constant if bias is None else bias
+        gamma.view(*bias.shape[:2], -1, gamma.shape[-1]).add_(bias)
+        torch.softmax(gamma, -1, out=gamma)
+        if near or self.is_accurate(features, gamma):
+            return gamma, features
+        # not self.constant: the bias of a caller is what it is, the constant wants all its digits
+        bias = self.wide.constant + (bias.double() - self.constant.double())
+        gamma, features = self.wide.responsibilities(x.double(), bias)
+        return gamma.to(self.dtype), features
+
+    def is_accurate(self, features: Tensor, gamma: Tensor) -> bool:
+        """Whether the logits of a block cancel no more than the direct form does.
+
+        The terms of a logit sum to S and the logit itself to −m (constants apart). An error in
+        it counts as far as its component is used.
+        """
+        width = features.shape[-1] // 2
+        terms = self.matrix.clone()
+        terms[:, :width] *= SAFE_RATIO - 1
+        terms[:, width:] *= SAFE_RATIO
+        excess = torch.baddbmm(  # S − SAFE_RATIO · m
+            (0.5 * (1 - SAFE_RATIO) * self.norm).unsqueeze(1), features, terms
+        )
+        return is_true(excess.mul_(gamma).amax() <= SAFE_MAGNITUDE)
+
+
+class MixtureGradients:
+    """Sums of what the parameters' gradients are made of, block after block."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        heads, width, components = mixture.matrix.shape
+        self.mixture = mixture
+        self.matrix = mixture.matrix.new_zeros(heads, components, width)  # Σ_n dL [x², x]
+        self.constant = mixture.matrix.new_zeros(heads, components)  # Σ_n dL
+
+    def backward(self, grad_logits: Tensor, x: Tensor, features: Tensor, target: Tensor) -> None:
+        """Add a block's ``dL (H, g·n, K)``, write its gradient for x into ``target (H, g, n, d_r)``.
+
+        The sum of ``dL`` itself is the caller's to add to ``constant``.
+        """
+        mixture = self.mixture
+        if features.dtype != mixture.dtype:
+            mixture, grad_logits, x = mixture.wide, grad_logits.double(), x.double()
+            self.matrix = self.matrix.double()
+        if self.matrix.dtype == features.dtype:
+            self.matrix.baddbmm_(grad_logits.transpose(1, 2), features)
+        else:  # an earlier block was wide, this one is not
+            self.matrix += torch.bmm(grad_logits.transpose(1, 2), features)
+        grad = torch.bmm(grad_logits, mixture.matrix.transpose(1, 2), out=features)
+        square, linear = grad.view(*target.shape[:-1], -1).chunk(2, -1)
+        same = target.dtype == grad.dtype
+        grad_x = torch.addcmul(
+            linear, square, x.view(target.shape), value=2, out=target if same else None
+        )
+        if not same:
+            target.copy_(grad_x)
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of means, variances and log priors, in the dtypes of these."""
+        means, variances, log_priors = self.mixture.parameters
+        dtype = self.matrix.dtype
+        mean, precision = means.to(dtype), variances.to(dtype).reciprocal()
+        square, linear = self.matrix.chunk(2, -1)
+        total = self.constant.to(dtype).unsqueeze(-1)
+        first = torch.addcmul(linear, total, mean, value=-1)  # Σ dL (x − μ)
+        second = square.sub_(linear.add_(first).mul_(mean))  # Σ dL (x − μ)²
+        grad_variances = second.mul_(precision).sub_(total).mul_(precision).mul_(0.5)
+        return (
+            first.mul_(precision).to(means.dtype),
+            grad_variances.to(variances.dtype, copy=True, memory_format=torch.contiguous_format),
+            self.constant.to(log_priors.dtype),
+        )
