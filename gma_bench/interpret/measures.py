@@ -61,7 +61,7 @@ def components_above(mass: ArrayF) -> np.ndarray:
 
 def mutual_information(tables: ArrayF) -> ArrayF:
     """Mutual information in nats of contingency tables ``(..., K, C)`` of counts."""
-    flat = tables.reshape(*tables.shape[:-2], -1)
+    flat = tables.reshape(*tables.shape[:-2], tables.shape[-2] * tables.shape[-1])
     information = entropy(tables.sum(-1)) + entropy(tables.sum(-2)) - entropy(flat)
     return np.maximum(information, 0.0)
 

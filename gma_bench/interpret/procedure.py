@@ -46,7 +46,6 @@ def run(config: DictConfig) -> Outcome:
     cell, checkpoint, outcome = _trained(config)
     task = build_task(cell)
     model = _load(build_model(cell, task), checkpoint)
-    find_layers(model)  # a mixer without a GMA is told so before the text is read
     reading = read(task, config.task.num_tokens)
     analysis = analyze(
         model, reading.tokens, mask=reading.mask, categories=reading.kind,  # type: ignore[arg-type]
@@ -92,6 +91,7 @@ def _trained(config: DictConfig) -> tuple[DictConfig, Path, Outcome]:
     cell = text_cell(config)
     if config.task.checkpoint:
         return cell, Path(config.task.checkpoint), nothing
+    find_layers(build_model(cell, build_task(cell)))  # before the training, not after it
     gradients = RoutingGradients()
     outcome = train(cell, callbacks=[gradients])
     outcome.metrics.setdefault("val", {}).update(gradients.figures())

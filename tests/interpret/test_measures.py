@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score, normalized_mutual_info_score
+from sklearn.metrics import (
+    adjusted_mutual_info_score,
+    mutual_info_score,
+    normalized_mutual_info_score,
+)
 
 from gma_bench import ops
 from gma_bench.interpret import measures as m

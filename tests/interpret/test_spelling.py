@@ -8,7 +8,7 @@ from gma_bench.interpret.categories import BYTE_ALPHABET, decode_bpe
 from tasks.listops import ListOps
 from tasks.text import Text
 from tasks.tokenizers import BytePairTokenizer, ByteTokenizer, WordTokenizer
-from tasks.wikitext103 import Windows, WikiText103
+from tasks.wikitext103 import WikiText103, Windows
 
 TEXT = "The cat’s 12 hats (naïve)\n"
 
