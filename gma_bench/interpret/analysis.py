@@ -233,12 +233,13 @@ def summarise(traces: list[LayerTrace], text: Text, settings: Settings) -> Analy
             table, by_document = _tables(layer, head, text)
             figures, resampled = _use(layer, head, table, weights)
             agreement, more = _agreement(table, by_document, weights)
-            figures |= agreement | {"nmi_permuted": float(chance[:, head].mean())}
+            figures |= agreement | _permuted(chance[:, head], table)
             resampled |= more
             for name, values in resampled.items():
                 figures[f"{name}_low"], figures[f"{name}_high"] = measures.interval(
                     figures[name], values, bounds=BOUNDS[name]
                 )
+            resampled["nmi_permuted"] = chance[:, head]
             figures |= _affinity(layer, head, text) | ranks[head]
             figures |= _smoothness(layer, head, rng)
             rows.append(key | figures)
@@ -263,6 +264,21 @@ def _chance(layer: LayerTrace, text: Text, settings: Settings, rng: np.random.Ge
         layer.winners, text.codes, layer.num_components, len(text.categories), rng,
         settings.permutations,
     )  # fmt: skip
+
+
+def _permuted(scores: np.ndarray, table: np.ndarray) -> dict[str, float]:
+    """The mean over shuffles and the range of 95 % of them; shuffling leaves the margins alone."""
+    if table.shape[-1] == 1:
+        names = ("nmi_permuted", "nmi_permuted_low", "nmi_permuted_high", "ami_permuted")
+        return dict.fromkeys(names, float("nan"))
+    low, high = np.quantile(scores, [0.025, 0.975])
+    mean, expected = float(measures.mean_entropy(table)), measures.expected_information(table)
+    room = mean - expected
+    return {
+        "nmi_permuted": float(scores.mean()), "nmi_permuted_low": float(low),
+        "nmi_permuted_high": float(high),
+        "ami_permuted": float(scores.mean() * mean - expected) / room if room > 1e-12 else 0.0,
+    }  # fmt: skip
 
 
 def _tables(layer: LayerTrace, head: int, text: Text) -> tuple[np.ndarray, np.ndarray]:
@@ -436,6 +452,9 @@ def _model_metrics(
         metrics[f"{name}_low"], metrics[f"{name}_high"] = measures.interval(
             metrics[name], together, bounds=bounds
         )
+    shuffled = np.mean([d["nmi_permuted"] for d in draws], axis=0)
+    low, high = np.quantile(shuffled, [0.025, 0.975])
+    metrics |= {"nmi_permuted_low": float(low), "nmi_permuted_high": float(high)}
     worst = {
         "affinity_rank_max": "max", "affinity_rank_tail": "max", "affinity_min": "min",
         "affinity_length": "max", "lipschitz_empirical": "max", "lipschitz_bound": "min",

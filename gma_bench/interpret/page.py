@@ -32,6 +32,7 @@ FIGURES = (
     ("nmi", "NMI with token categories", 3, ""),
     ("nmi_permuted", "… with categories shuffled (chance)", 3, ""),
     ("ami", "adjusted mutual information", 3, ""),
+    ("ami_permuted", "… with categories shuffled", 3, ""),
     ("posterior_entropy", "entropy of a token’s posterior, divided by log K", 3, ""),
     ("query_key_overlap", "overlap of query and key posteriors", 3, ""),
     ("affinity_same_token", "affinity on the same token", 3, "affinity_same_token_uniform"),

@@ -45,7 +45,7 @@ def run(config: DictConfig) -> Outcome:
     torch.set_num_threads(config.trainer.num_threads)
     cell, checkpoint, outcome = _trained(config)
     task = build_task(cell)
-    model = _load(build_model(cell, task), checkpoint)
+    model = _load(build_model(cell, task), checkpoint).to(_device(config))
     reading = read(task, config.task.num_tokens)
     analysis = analyze(
         model, reading.tokens, mask=reading.mask, categories=reading.kind,  # type: ignore[arg-type]
@@ -78,6 +78,12 @@ def _check(config: DictConfig) -> None:
         raise SettingError(
             "task.checkpoint", task.checkpoint, "task.record is given too; name one", "task.checkpoint=null"
         )
+
+
+def _device(config: DictConfig) -> str:
+    """CUDA where the cell may use it. Sums are in float64, which MPS does not have."""
+    allowed = config.trainer.accelerator in ("auto", "gpu", "cuda")
+    return "cuda" if allowed and torch.cuda.is_available() else "cpu"
 
 
 # -- the model ---------------------------------------------------------------------------------

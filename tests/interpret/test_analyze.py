@@ -46,6 +46,8 @@ def test_components_that_have_nothing_to_do_with_the_categories() -> None:
     metrics = read_vectors(rng.integers(0, 8, (30, 60)), rng.integers(0, 5, (30, 60)))
     assert metrics["ami_low"] < 0 < metrics["ami_high"]
     assert metrics["nmi"] == pytest.approx(metrics["nmi_permuted"], abs=0.01)
+    assert 0 < metrics["nmi_permuted_low"] <= metrics["nmi_permuted"] <= metrics["nmi_permuted_high"]
+    assert metrics["ami_permuted"] == pytest.approx(0, abs=0.005)
 
 
 def test_one_component_for_all_tokens() -> None:
