@@ -177,7 +177,11 @@ def _text(
     table = pd.DataFrame({"sequence": sequence, "position": position, "document": documents[real]})
     table["token"] = tokens.cpu().numpy()[real] if tokens.dim() == 2 else -1
     kind = categories if isinstance(categories, str) else ""
-    spelled = None if texts is None else [texts[b][n] for b, n in zip(sequence.tolist(), position.tolist(), strict=True)]
+    spelled = (
+        None
+        if texts is None
+        else [texts[b][n] for b, n in zip(sequence.tolist(), position.tolist(), strict=True)]
+    )
     table["text"] = spelled
     table["shown"] = (
         [f" #{token}" for token in table["token"]] if spelled is None
@@ -257,7 +261,9 @@ BOUNDS = {"usage_entropy": (0.0, 1.0), "nmi": (0.0, 1.0), "ami": (-1.0, 1.0)}
 """The figures that get an interval, and the range of each."""
 
 
-def _chance(layer: LayerTrace, text: Text, settings: Settings, rng: np.random.Generator) -> np.ndarray:
+def _chance(
+    layer: LayerTrace, text: Text, settings: Settings, rng: np.random.Generator
+) -> np.ndarray:
     if not text.categories:
         return np.full((1, layer.num_heads), np.nan)
     return measures.permuted_nmi(
@@ -407,7 +413,11 @@ def _smoothness(layer: LayerTrace, head: int, rng: np.random.Generator) -> dict[
 
 
 def _component_table(
-    key: dict[str, Any], layer: LayerTrace, head: int, table: np.ndarray, categories: tuple[str, ...]
+    key: dict[str, Any],
+    layer: LayerTrace,
+    head: int,
+    table: np.ndarray,
+    categories: tuple[str, ...],
 ) -> pd.DataFrame:
     won = table.sum(-1)
     frame = pd.DataFrame(

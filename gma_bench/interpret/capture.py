@@ -68,7 +68,9 @@ class LayerTrace:
         self._top_components: list[np.ndarray] = []
         self._top_values: list[np.ndarray] = []
 
-    def add(self, x: Tensor, mask: Tensor, documents: Tensor, windows: int, window_length: int) -> None:
+    def add(
+        self, x: Tensor, mask: Tensor, documents: Tensor, windows: int, window_length: int
+    ) -> None:
         """Add one batch.
 
         Args:
@@ -83,10 +85,14 @@ class LayerTrace:
         key = self.module.responsibilities(x, "key")
         routed = {side: self.module.routing(x, side) for side in ("query", "key")}
         self._keep_windows(query, key, routed, mask, windows, window_length)
-        chosen = (query if self.side == "query" else key).transpose(0, 1)[:, mask].double()  # (H, n, K)
+        chosen = (
+            (query if self.side == "query" else key).transpose(0, 1)[:, mask].double()
+        )  # (H, n, K)
         self.mass.index_add_(1, documents[mask].cpu(), chosen.cpu())
         self.entropy -= torch.special.xlogy(chosen, chosen).sum((1, 2)).cpu()
-        self.overlap += torch.minimum(query, key).transpose(0, 1)[:, mask].double().sum((1, 2)).cpu()
+        self.overlap += (
+            torch.minimum(query, key).transpose(0, 1)[:, mask].double().sum((1, 2)).cpu()
+        )
         for vectors in routed.values():
             norms = vectors.transpose(0, 1)[:, mask].double().norm(dim=-1)  # (H, n)
             if norms.numel():
@@ -123,7 +129,9 @@ class LayerTrace:
     @property
     def leading(self) -> tuple[np.ndarray, np.ndarray]:
         """Leading components and their responsibilities, ``(H, n, top)`` each, largest first."""
-        return np.concatenate(self._top_components, axis=1), np.concatenate(self._top_values, axis=1)
+        return np.concatenate(self._top_components, axis=1), np.concatenate(
+            self._top_values, axis=1
+        )
 
     def mixture(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Means and variances ``(H, K, d_r)`` and log priors ``(H, K)``, float64."""
@@ -189,7 +197,8 @@ def trace(
     """
     layers = find_layers(model)
     traces = [
-        LayerTrace(name, m, int(documents.max()) + 1, side, detail_tokens, top) for name, m in layers
+        LayerTrace(name, m, int(documents.max()) + 1, side, detail_tokens, top)
+        for name, m in layers
     ]
     device = next(model.parameters()).device
     widest = max(m.num_heads * m.num_components for _, m in layers)
@@ -198,7 +207,9 @@ def trace(
     was_training = model.training
     model.eval()
     inputs: dict[str, Tensor] = {}
-    handles = [m.register_forward_pre_hook(_remember(inputs, n), with_kwargs=True) for n, m in layers]
+    handles = [
+        m.register_forward_pre_hook(_remember(inputs, n), with_kwargs=True) for n, m in layers
+    ]
     try:
         for start in range(0, len(tokens), rows):
             part = slice(start, start + rows)

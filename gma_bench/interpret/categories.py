@@ -101,7 +101,9 @@ def categorise(tokens: Sequence[str], kind: str) -> np.ndarray:
         SettingError: an unknown kind.
     """
     if kind not in CATEGORIES:
-        raise SettingError("task.categories", kind, f"one of {', '.join(CATEGORIES)}", "task.categories=bpe")
+        raise SettingError(
+            "task.categories", kind, f"one of {', '.join(CATEGORIES)}", "task.categories=bpe"
+        )
     codes = {name: code for code, name in enumerate(CATEGORIES[kind])}
     if kind == "bpe":
         names = _bpe(tokens)

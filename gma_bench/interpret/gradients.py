@@ -93,5 +93,7 @@ def gradient_norms(model: nn.Module) -> tuple[float, float]:
     for parameter in model.parameters():
         if parameter.grad is not None:
             other = id(parameter) not in routing
-            squares[other] = squares[other].to(parameter.device) + parameter.grad.double().square().sum()
+            squares[other] = (
+                squares[other].to(parameter.device) + parameter.grad.double().square().sum()
+            )
     return float(squares[0].sqrt()), float(squares[1].sqrt())

@@ -152,7 +152,9 @@ def permuted_nmi(
 
 def document_weights(num_documents: int, repeats: int, rng: np.random.Generator) -> ArrayF:
     """How often each document is drawn in each of ``repeats`` resamples, ``(R, D)``."""
-    return rng.multinomial(num_documents, np.full(num_documents, 1 / num_documents), repeats).astype(float)
+    return rng.multinomial(
+        num_documents, np.full(num_documents, 1 / num_documents), repeats
+    ).astype(float)
 
 
 def resampled_ami(tables: ArrayF, table: ArrayF, expected: float) -> ArrayF:
@@ -250,7 +252,9 @@ def routing_jacobian(x: ArrayF, means: ArrayF, variances: ArrayF, log_priors: Ar
     """
     x, means, variances = (np.asarray(a, dtype=np.float64) for a in (x, means, variances))
     scores = (means - x[:, None]) / variances  # (N, K, d_r)
-    logits = log_priors - 0.5 * (np.log(variances).sum(-1) + ((means - x[:, None]) * scores).sum(-1))
+    logits = log_priors - 0.5 * (
+        np.log(variances).sum(-1) + ((means - x[:, None]) * scores).sum(-1)
+    )
     gamma = np.exp(logits - logsumexp(logits, axis=-1, keepdims=True))  # (N, K)
     mean_score = np.einsum("nk,nkd->nd", gamma, scores)
     return gamma[..., None] * (scores - mean_score[:, None])

@@ -37,7 +37,12 @@ FIGURES = (
     ("query_key_overlap", "overlap of query and key posteriors", 3, ""),
     ("affinity_same_token", "affinity on the same token", 3, "affinity_same_token_uniform"),
     ("affinity_neighbours", "affinity on neighbours", 3, "affinity_neighbours_uniform"),
-    ("affinity_same_category", "affinity on the same category", 3, "affinity_same_category_uniform"),
+    (
+        "affinity_same_category",
+        "affinity on the same category",
+        3,
+        "affinity_same_category_uniform",
+    ),
     ("affinity_rank_max", "largest rank of the implied affinity", 0, ""),
     ("affinity_min", "smallest entry of the implied affinity", 6, ""),
     ("gradient_norm_initial", "gradient norm through routing, first step", 4, ""),

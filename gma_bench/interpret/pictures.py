@@ -107,7 +107,9 @@ def _telling_head(analysis: Analysis) -> tuple[int, int]:
 def readable(token: str) -> str:
     """A token (as shown in running text) for a label: white space as signs, and what the plain font lacks as a dot."""
     text = "".join(PLAIN.get(c, c) for c in token).lstrip("␣") or "␣"
-    text = "".join(c if c.isprintable() and (ord(c) < 0x250 or c in "␣↵⇥‘’“”–—…") else "·" for c in text)
+    text = "".join(
+        c if c.isprintable() and (ord(c) < 0x250 or c in "␣↵⇥‘’“”–—…") else "·" for c in text
+    )
     return text if len(text) <= 14 else text[:13] + "…"
 
 
@@ -116,7 +118,7 @@ def _usage(analysis: Analysis) -> tuple[Figure, str]:
     columns = min(4, len(heads))
     rows = math.ceil(len(heads) / columns)
     figure, axes = _new(rows, columns, (1.9 * columns + 0.8, 1.6 * rows + 0.4), sharey=True)
-    for axis in axes.flat[len(heads):]:
+    for axis in axes.flat[len(heads) :]:
         axis.axis("off")
     for axis, (_, figures) in zip(axes.flat, heads.iterrows(), strict=False):
         own = _of_head(analysis.components, figures["layer"], figures["head"])
@@ -133,7 +135,11 @@ def _usage(analysis: Analysis) -> tuple[Figure, str]:
         axis.set_ylabel("mean responsibility, %")
     for axis in axes[-1]:
         axis.set_xlabel("component, by rank")
-    more = f" The first {MOST_PANELS} of {len(analysis.heads)} heads." if len(analysis.heads) > MOST_PANELS else ""
+    more = (
+        f" The first {MOST_PANELS} of {len(analysis.heads)} heads."
+        if len(analysis.heads) > MOST_PANELS
+        else ""
+    )
     return figure, (
         "Use of components, sorted, in each layer and head; dashed, even use. Above, how many win the "
         "hard assignment of at least one token; entropy is of the mean "
@@ -162,7 +168,9 @@ def _categories(analysis: Analysis, layer: int, head: int) -> tuple[Figure, str]
     overall = counts.sum(0) / counts.sum()
     labels = [f"{name}  {100 * s:.0f} %" for name, s in zip(names, overall, strict=True)]
     axis.set_yticks(np.arange(len(names)), labels)
-    axis.set_xlabel(f"the {len(order)} components that win a token, by the category they win most of")
+    axis.set_xlabel(
+        f"the {len(order)} components that win a token, by the category they win most of"
+    )
     axis.tick_params(length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)
@@ -183,7 +191,9 @@ def _responsibilities(analysis: Analysis, layer: int, head: int) -> tuple[Figure
     words = _first_words(analysis, len(gamma))
     figure, axes = _new(1, 1, (6.2, 0.135 * len(gamma) + 0.9))
     axis = axes[0, 0]
-    image = axis.imshow(gamma[:, chosen], aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+    image = axis.imshow(
+        gamma[:, chosen], aspect="auto", cmap="Blues", vmin=0, interpolation="nearest"
+    )
     axis.set_yticks(np.arange(len(words)), words, fontsize=7, parse_math=False)
     axis.set_xticks(np.arange(len(chosen)), chosen, fontsize=5.5, rotation=90)
     axis.tick_params(length=0)
@@ -215,7 +225,9 @@ def _means(analysis: Analysis, layer: int, head: int) -> tuple[Figure, str]:
     places, points = (means - center) @ axes_2d, (vectors - center) @ axes_2d
     own = _of_head(analysis.components, layer, head)
     seen = np.ptp(np.concatenate([places, points]), axis=0)
-    figure, axes = _new(1, 1, (5.6, float(np.clip(4.2 * seen[1] / max(seen[0], 1e-12), 2.4, 5.0)) + 0.5))
+    figure, axes = _new(
+        1, 1, (5.6, float(np.clip(4.2 * seen[1] / max(seen[0], 1e-12), 2.4, 5.0)) + 0.5)
+    )
     axis: Axes = axes[0, 0]
     axis.scatter(points[:, 0], points[:, 1], s=2, color=FAINT, alpha=0.35, linewidths=0, zorder=1)
     names = analysis.text.categories
@@ -234,7 +246,16 @@ def _means(analysis: Analysis, layer: int, head: int) -> tuple[Figure, str]:
         width, height = 2 * part * np.sqrt(np.maximum(values[::-1], 0))
         angle = np.degrees(np.arctan2(directions[1, 1], directions[0, 1]))
         axis.add_patch(
-            Ellipse(places[k], width, height, angle=angle, fill=False, edgecolor=colours[k], linewidth=0.9, zorder=2)
+            Ellipse(
+                places[k],
+                width,
+                height,
+                angle=angle,
+                fill=False,
+                edgecolor=colours[k],
+                linewidth=0.9,
+                zorder=2,
+            )
         )
     for name in names:
         if (own["top_category"] == name).any():
@@ -258,7 +279,10 @@ def _plane(points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Centre, two principal directions ``(d, 2)``, and the share of variance along each."""
     center = points.mean(0)
     _, values, directions = np.linalg.svd(points - center, full_matrices=False)
-    values, directions = np.append(values, 0.0), np.concatenate([directions, np.zeros((1, points.shape[1]))])
+    values, directions = (
+        np.append(values, 0.0),
+        np.concatenate([directions, np.zeros((1, points.shape[1]))]),
+    )
     return center, directions[:2].T, values[:2] ** 2 / max((values**2).sum(), 1e-30)
 
 
@@ -270,14 +294,18 @@ def _ellipse_part(covariances: list[np.ndarray], places: np.ndarray) -> float:
 
 
 def _fraction(part: float) -> str:
-    return {1.0: "one", 0.5: "half a", 0.25: "a quarter of a", 0.125: "an eighth of a"}.get(part, "1/16 of a")
+    return {1.0: "one", 0.5: "half a", 0.25: "a quarter of a", 0.125: "an eighth of a"}.get(
+        part, "1/16 of a"
+    )
 
 
 def _affinity(
     analysis: Analysis, layer: int, companion: list[np.ndarray] | None, about: str
 ) -> tuple[Figure, str]:
     trace = analysis.traces[layer]
-    query, key = (w[0][:, :AFFINITY_TOKENS].astype(float) for w in (trace.windows.query, trace.windows.key))
+    query, key = (
+        w[0][:, :AFFINITY_TOKENS].astype(float) for w in (trace.windows.query, trace.windows.key)
+    )
     mine = measures.affinity(query, key, causal=trace.module.causal).mean(0)
     panels = [("GMA", mine)]
     if companion is not None:
@@ -297,7 +325,11 @@ def _affinity(
         axis.set_xlabel("is read")
     axes[0, 0].set_ylabel("reads")
     figure.colorbar(image, ax=axes[0, -1], fraction=0.045, pad=0.02, label="weight (root scale)")
-    beside = f" Beside it, softmax attention of the same layer: {about}." if companion is not None else ""
+    beside = (
+        f" Beside it, softmax attention of the same layer: {about}."
+        if companion is not None
+        else ""
+    )
     return figure, (
         f"Affinity of the first {len(mine)} tokens in layer {layer}, rows scaled to sum one"
         f"{' over what is not later' if trace.module.causal else ''}, mean over heads.{beside}"

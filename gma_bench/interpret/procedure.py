@@ -57,7 +57,9 @@ def run(config: DictConfig) -> Outcome:
     outcome.metrics["val"] = outcome.metrics.get("val", {}) | analysis.metrics
     outcome.value = analysis.metrics["usage_entropy"]
     names = [str(name) for name in analysis.heads]
-    outcome.rows = [dict(zip(names, row, strict=True)) for row in analysis.heads.itertuples(index=False)]
+    outcome.rows = [
+        dict(zip(names, row, strict=True)) for row in analysis.heads.itertuples(index=False)
+    ]
     outcome.data = outcome.data or task.description() | {"fingerprint": task.fingerprint}
     outcome.parameters = count_parameters(model)
     outcome.extra |= {"companion": about, "categories": list(analysis.text.categories)}
@@ -72,11 +74,17 @@ def _check(config: DictConfig) -> None:
     for name in ("num_tokens", "resamples"):
         if not isinstance(task[name], int) or task[name] < 1:
             raise SettingError(
-                f"task.{name}", task[name], "must be a whole number of at least 1", f"task.{name}=1000"
+                f"task.{name}",
+                task[name],
+                "must be a whole number of at least 1",
+                f"task.{name}=1000",
             )
     if task.record and task.checkpoint:
         raise SettingError(
-            "task.checkpoint", task.checkpoint, "task.record is given too; name one", "task.checkpoint=null"
+            "task.checkpoint",
+            task.checkpoint,
+            "task.record is given too; name one",
+            "task.checkpoint=null",
         )
 
 
@@ -126,7 +134,10 @@ def _of_record(config: DictConfig) -> tuple[DictConfig, Path]:
         record = read_record(record_path(config.results_dir, config.scale.name, name))
     except BrokenRecord as error:
         raise SettingError(
-            "task.record", name, f"no record that can be read under {folder}/runs ({error})", "task.record=null"
+            "task.record",
+            name,
+            f"no record that can be read under {folder}/runs ({error})",
+            "task.record=null",
         ) from error
     if record["status"] != "finished" or not record.get("extra", {}).get("checkpoint"):
         raise SettingError("task.record", name, "has no checkpoint", "task.record=null")
@@ -140,7 +151,11 @@ def _of_record(config: DictConfig) -> tuple[DictConfig, Path]:
     with open_dict(cell):
         for node in ("task", "mixer", "model", "training"):
             _overlay(cell[node], record["config"].get(node, {}))
-        cell.run_id, cell.output_dir, cell.trainer = config.run_id, config.output_dir, config.trainer
+        cell.run_id, cell.output_dir, cell.trainer = (
+            config.run_id,
+            config.output_dir,
+            config.trainer,
+        )
         cell.resolved = config.resolved
         for name in OWN:
             cell.task.pop(name, None)
@@ -169,14 +184,18 @@ def _load(model: SequenceModel, checkpoint: Path) -> SequenceModel:
     try:
         state = load_checkpoint(checkpoint)["state_dict"]
     except (OSError, DamagedCheckpoint) as error:
-        raise SettingError("task.checkpoint", checkpoint, str(error), "task.checkpoint=null") from error
+        raise SettingError(
+            "task.checkpoint", checkpoint, str(error), "task.checkpoint=null"
+        ) from error
     weights = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         first = " ".join(str(error).split())[:200]
         raise SettingError(
-            "task.checkpoint", checkpoint, f"is of another model than this configuration's ({first})",
+            "task.checkpoint",
+            checkpoint,
+            f"is of another model than this configuration's ({first})",
             "task.record=RUN_ID, which brings its own",
         ) from error
     return model
@@ -198,7 +217,9 @@ def _companion(
     else:
         other = cell.copy()
         with open_dict(other):
-            mixer = compose([f"task={cell.task.name}", f"mixer={COMPANION}", f"scale={cell.scale.name}"]).mixer
+            mixer = compose(
+                [f"task={cell.task.name}", f"mixer={COMPANION}", f"scale={cell.scale.name}"]
+            ).mixer
             other.mixer = OmegaConf.to_container(mixer, resolve=True)
             other.run_id = f"{config.run_id}-{COMPANION}"
             other.logger = {"_target_": None}
@@ -206,7 +227,9 @@ def _companion(
         outcome = train(other)
         checkpoint = Path(config.results_dir) / config.scale.name / outcome.extra["checkpoint"]
         model = _load(build_model(other, task), checkpoint)
-        about = f"an SDPA model of the same sizes, trained on the same text for the same {steps} steps"
+        about = (
+            f"an SDPA model of the same sizes, trained on the same text for the same {steps} steps"
+        )
     length = int(reading.mask[0].sum())
     return softmax_attention(model, reading.tokens[:1, :length]), about
 
@@ -228,7 +251,9 @@ def _recorded_companion(config: DictConfig, task: Task) -> tuple[DictConfig, Pat
         record = read_record(record_path(config.results_dir, config.scale.name, name))
     except (UserError, BrokenRecord):
         return None
-    checkpoint = Path(config.results_dir) / config.scale.name / str(record["extra"].get("checkpoint"))
+    checkpoint = (
+        Path(config.results_dir) / config.scale.name / str(record["extra"].get("checkpoint"))
+    )
     if record["data"].get("fingerprint") != task.fingerprint or not checkpoint.is_file():
         return None
     return other, checkpoint, f"record {name}"
@@ -238,7 +263,11 @@ def _recorded_companion(config: DictConfig, task: Task) -> tuple[DictConfig, Pat
 
 
 def write(
-    config: DictConfig, analysis: Analysis, outcome: Outcome, companion: list[Any] | None, about: str
+    config: DictConfig,
+    analysis: Analysis,
+    outcome: Outcome,
+    companion: list[Any] | None,
+    about: str,
 ) -> list[str]:
     """Draw the pictures and the page into ``config.output_dir``; their names, the page first."""
     folder = Path(config.output_dir)

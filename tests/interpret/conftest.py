@@ -30,10 +30,17 @@ class Lookup(nn.Module):
         return x
 
 
-def planted(num_components: int, width: int = 8, *, causal: bool = False) -> GaussianMixtureAttention:
+def planted(
+    num_components: int, width: int = 8, *, causal: bool = False
+) -> GaussianMixtureAttention:
     """One head that sends the i-th unit vector (times ten) to component i, surely."""
     layer = GaussianMixtureAttention(
-        width, 1, causal=causal, num_components=num_components, routing_norm="none", init_variance=0.1
+        width,
+        1,
+        causal=causal,
+        num_components=num_components,
+        routing_norm="none",
+        init_variance=0.1,
     )
     with torch.no_grad():
         layer.q_proj.weight.copy_(torch.eye(width))
@@ -70,7 +77,10 @@ def make_case() -> Case:
     """Two layers of two heads, five sequences of 30 tokens, the last one padded."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    layers = [GaussianMixtureAttention(16, 2, causal=True, num_components=k, init_variance=0.5) for k in (12, 20)]
+    layers = [
+        GaussianMixtureAttention(16, 2, causal=True, num_components=k, init_variance=0.5)
+        for k in (12, 20)
+    ]
     tokens = torch.from_numpy(rng.integers(0, len(WORDS), (5, 30)))
     mask = torch.ones(5, 30, dtype=torch.bool)
     mask[4, 21:] = False

@@ -20,10 +20,15 @@ from tests.interpret.conftest import WORDS, Case, Lookup, planted
 UNITS = 10 * torch.eye(8)
 
 
-def read_vectors(codes: np.ndarray, categories: np.ndarray, num_components: int = 8) -> dict[str, float]:
+def read_vectors(
+    codes: np.ndarray, categories: np.ndarray, num_components: int = 8
+) -> dict[str, float]:
     """Metrics where token i is sure of component ``codes[i]``; ``(B, N)`` arrays."""
     return analyze(
-        planted(num_components), UNITS[torch.from_numpy(codes)], categories=categories, resamples=200
+        planted(num_components),
+        UNITS[torch.from_numpy(codes)],
+        categories=categories,
+        resamples=200,
     ).metrics
 
 
@@ -46,7 +51,9 @@ def test_components_that_have_nothing_to_do_with_the_categories() -> None:
     metrics = read_vectors(rng.integers(0, 8, (30, 60)), rng.integers(0, 5, (30, 60)))
     assert metrics["ami_low"] < 0 < metrics["ami_high"]
     assert metrics["nmi"] == pytest.approx(metrics["nmi_permuted"], abs=0.01)
-    assert 0 < metrics["nmi_permuted_low"] <= metrics["nmi_permuted"] <= metrics["nmi_permuted_high"]
+    assert (
+        0 < metrics["nmi_permuted_low"] <= metrics["nmi_permuted"] <= metrics["nmi_permuted_high"]
+    )
     assert metrics["ami_permuted"] == pytest.approx(0, abs=0.005)
 
 
@@ -68,7 +75,9 @@ def test_uniform_posteriors() -> None:
     assert metrics["effective_components"] == pytest.approx(8, abs=1e-4)
     assert metrics["affinity_rank_max"] == 1
     for name in ("itself", "neighbours", "same_category"):
-        assert metrics[f"affinity_{name}"] == pytest.approx(metrics[f"affinity_{name}_uniform"], abs=1e-5)
+        assert metrics[f"affinity_{name}"] == pytest.approx(
+            metrics[f"affinity_{name}_uniform"], abs=1e-5
+        )
     assert metrics["lipschitz_empirical"] == pytest.approx(0, abs=1e-9)
 
 
@@ -90,7 +99,9 @@ def test_figures_are_those_of_the_definitions(case: Case) -> None:
                 assert row["components_in_use"] == len(set(winners))
                 p = key[head].astype(float).mean(0)
                 k = len(p)
-                assert row["usage_entropy"] == pytest.approx(-(p * np.log(p)).sum() / np.log(k), rel=1e-5)
+                assert row["usage_entropy"] == pytest.approx(
+                    -(p * np.log(p)).sum() / np.log(k), rel=1e-5
+                )
                 own = -(key[head] * np.log(key[head])).sum(-1).mean() / np.log(k)
                 assert row["posterior_entropy"] == pytest.approx(own, rel=1e-4)
                 assert row["query_key_overlap"] == pytest.approx(
@@ -119,7 +130,9 @@ def test_categories_by_rule_and_tables_agree(case: Case) -> None:
         assert (own["tokens_won"] == table.sum(1)).all()
         assert own["usage"].sum() == pytest.approx(1)
         used = own[own["tokens_won"] > 0]
-        assert (used["purity"] * used["tokens_won"]).tolist() == pytest.approx(table.max(1)[table.sum(1) > 0])
+        assert (used["purity"] * used["tokens_won"]).tolist() == pytest.approx(
+            table.max(1)[table.sum(1) > 0]
+        )
 
 
 def test_affinity_shares_by_hand() -> None:
@@ -147,9 +160,10 @@ def test_rank_and_sign_come_from_the_operator(case: Case) -> None:
 def test_padding_changes_nothing(case: Case) -> None:
     garbage = case.tokens.clone()
     garbage[~case.mask] = 0
-    assert case.analyze().metrics == Case(
-        case.model, garbage, case.mask, case.documents, case.texts
-    ).analyze().metrics
+    assert (
+        case.analyze().metrics
+        == Case(case.model, garbage, case.mask, case.documents, case.texts).analyze().metrics
+    )
 
 
 def test_reading_in_parts_changes_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

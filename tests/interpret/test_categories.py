@@ -38,7 +38,22 @@ def test_words(token: str, category: str) -> None:
 
 
 def test_a_subword_goes_on_only_after_a_letter() -> None:
-    tokens = ["sy", "ll", "ables", "Ġ(", "naÃ¯ve", "Ġthe", "3", "d", "Ċ", "a", "Ġx", "1", "<pad>", "b"]
+    tokens = [
+        "sy",
+        "ll",
+        "ables",
+        "Ġ(",
+        "naÃ¯ve",
+        "Ġthe",
+        "3",
+        "d",
+        "Ċ",
+        "a",
+        "Ġx",
+        "1",
+        "<pad>",
+        "b",
+    ]
     assert named(tokens, "bpe") == [
         "other", "subword continuation", "subword continuation", "punctuation", "other",
         "function word", "digit", "other", "special", "function word", "other", "digit", "special", "other",

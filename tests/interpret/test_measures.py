@@ -25,16 +25,26 @@ def table_of(components: np.ndarray, categories: np.ndarray, shape: tuple[int, i
 
 
 @pytest.mark.parametrize("dependence", [0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize(("tokens", "k", "c"), [(2000, 64, 8), (300, 128, 8), (50, 5, 2), (400, 3, 12)])
+@pytest.mark.parametrize(
+    ("tokens", "k", "c"), [(2000, 64, 8), (300, 128, 8), (50, 5, 2), (400, 3, 12)]
+)
 def test_scores_are_sklearns(tokens: int, k: int, c: int, dependence: float) -> None:
     rng = np.random.default_rng(tokens + k)
     categories = rng.choice(c, tokens, p=rng.dirichlet(np.ones(c)))
-    components = np.where(rng.random(tokens) < dependence, categories % k, rng.integers(0, k, tokens))
+    components = np.where(
+        rng.random(tokens) < dependence, categories % k, rng.integers(0, k, tokens)
+    )
     table = table_of(components, categories, (k, c))
-    assert m.mutual_information(table) == pytest.approx(mutual_info_score(categories, components), abs=1e-12)
-    assert m.nmi(table) == pytest.approx(normalized_mutual_info_score(categories, components), abs=1e-12)
+    assert m.mutual_information(table) == pytest.approx(
+        mutual_info_score(categories, components), abs=1e-12
+    )
+    assert m.nmi(table) == pytest.approx(
+        normalized_mutual_info_score(categories, components), abs=1e-12
+    )
     expected = np.asarray(m.expected_information(table))
-    assert m.ami(table, expected) == pytest.approx(adjusted_mutual_info_score(categories, components), abs=1e-9)
+    assert m.ami(table, expected) == pytest.approx(
+        adjusted_mutual_info_score(categories, components), abs=1e-9
+    )
 
 
 def test_scores_of_many_tables_are_those_of_each() -> None:
@@ -93,7 +103,9 @@ def test_one_component_in_all_has_no_entropy() -> None:
 # -- intervals ---------------------------------------------------------------------------------
 
 
-def bootstrap(seed: int, documents: int = 40, tokens: int = 50, effect: float = 0.0) -> dict[str, tuple[float, float]]:
+def bootstrap(
+    seed: int, documents: int = 40, tokens: int = 50, effect: float = 0.0
+) -> dict[str, tuple[float, float]]:
     """Intervals of NMI and AMI for random text whose components follow categories with a chance."""
     rng = np.random.default_rng(seed)
     shape = (documents, tokens)
@@ -148,28 +160,38 @@ def test_shuffled_categories_score_what_chance_expects() -> None:
     scores = m.permuted_nmi(components, categories, 32, 6, rng, 30).mean(0)
     for head in range(2):
         table = table_of(components[head], categories, (32, 6))
-        assert scores[head] == pytest.approx(m.expected_information(table) / m.mean_entropy(table), rel=0.1)
+        assert scores[head] == pytest.approx(
+            m.expected_information(table) / m.mean_entropy(table), rel=0.1
+        )
 
 
 # -- affinity ----------------------------------------------------------------------------------
 
 
-def mixture(seed: int = 0, k: int = 5, d: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def mixture(
+    seed: int = 0, k: int = 5, d: int = 3
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(2, k, d, generator=generator, dtype=torch.float64)
-    return draw, 0.2 + torch.rand(2, k, d, generator=generator, dtype=torch.float64), torch.full(
-        (2, k), 1 / k, dtype=torch.float64
-    ).log()
+    return (
+        draw,
+        0.2 + torch.rand(2, k, d, generator=generator, dtype=torch.float64),
+        torch.full((2, k), 1 / k, dtype=torch.float64).log(),
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_affinity_is_what_the_operator_multiplies_values_by(causal: bool) -> None:
-    q, k = torch.randn(2, 1, 2, 9, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    q, k = torch.randn(
+        2, 1, 2, 9, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     parts = mixture()
     one_hot = torch.eye(9, dtype=torch.float64).expand(1, 2, 9, 9)
     applied = ops.gma(q, k, one_hot, *parts, causal=causal, eps=1e-30)[0].numpy()
     formed = m.affinity(
-        ops.responsibilities(q, *parts)[0].numpy(), ops.responsibilities(k, *parts)[0].numpy(), causal=causal
+        ops.responsibilities(q, *parts)[0].numpy(),
+        ops.responsibilities(k, *parts)[0].numpy(),
+        causal=causal,
     )
     assert formed == pytest.approx(applied, abs=1e-12)
 

@@ -21,12 +21,16 @@ from tests.interpret.conftest import make_case
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-VALUES = page.Values("interpretability-<i>gma</i>", "mini", "gma", {"name": "<b>text</b>"}, {"nmi": 0.2})
+VALUES = page.Values(
+    "interpretability-<i>gma</i>", "mini", "gma", {"name": "<b>text</b>"}, {"nmi": 0.2}
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,9 @@ def drawn(analysis: Analysis, tmp_path_factory: pytest.TempPathFactory) -> list[
     folder = tmp_path_factory.mktemp("drawn")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a glyph that the font lacks is a warning
-        return pictures.draw(analysis, folder, companion=softmax_rows(30), companion_about="record x")
+        return pictures.draw(
+            analysis, folder, companion=softmax_rows(30), companion_about="record x"
+        )
 
 
 def softmax_rows(size: int) -> list[np.ndarray]:
@@ -51,7 +57,13 @@ def test_every_picture_is_drawn_and_says_what_it_shows(
     drawn: list[pictures.Picture], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "drawn0"
-    assert [p.name for p in drawn] == ["usage", "categories", "responsibilities", "means", "affinity"]
+    assert [p.name for p in drawn] == [
+        "usage",
+        "categories",
+        "responsibilities",
+        "means",
+        "affinity",
+    ]
     for picture in drawn:
         for name in picture.files:
             assert (folder / name).stat().st_size > 2000
@@ -71,7 +83,14 @@ def test_pictures_are_the_same_each_time(
 
 @pytest.mark.parametrize(
     ("token", "label"),
-    [(" the", "the"), ("\n", "↵"), ("  ", "␣"), ("日本", "··"), ("$x$", "$x$"), ("a" * 40, "a" * 13 + "…")],
+    [
+        (" the", "the"),
+        ("\n", "↵"),
+        ("  ", "␣"),
+        ("日本", "··"),
+        ("$x$", "$x$"),
+        ("a" * 40, "a" * 13 + "…"),
+    ],
 )
 def test_labels_are_readable(token: str, label: str) -> None:
     assert pictures.readable(token) == label
@@ -116,7 +135,9 @@ def test_what_the_page_holds_is_what_was_found(analysis: Analysis) -> None:
     head = payload["layers"][1]["heads"][0]
     top = payload["layers"][1]["top"]
     components = np.frombuffer(base64.b64decode(head["components"]), "<u2").reshape(-1, top)
-    shares = np.frombuffer(base64.b64decode(head["responsibilities"]), "<u2").reshape(-1, top) / 65535
+    shares = (
+        np.frombuffer(base64.b64decode(head["responsibilities"]), "<u2").reshape(-1, top) / 65535
+    )
     assert (components[:, 0] == analysis.traces[1].winners[0]).all()
     assert shares == pytest.approx(analysis.traces[1].leading[1][0], abs=1e-5)
     assert [payload["words"][i] for i in payload["text"]] == analysis.text.table["shown"].tolist()
@@ -145,8 +166,11 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(params=[(1280, 900), (360, 740)], ids=["wide", "narrow"])
 def opened(
-    request: pytest.FixtureRequest, browser: Browser, analysis: Analysis,
-    drawn: list[pictures.Picture], tmp_path: Path,
+    request: pytest.FixtureRequest,
+    browser: Browser,
+    analysis: Analysis,
+    drawn: list[pictures.Picture],
+    tmp_path: Path,
 ) -> Iterator[tuple[Page, list[str]]]:
     folder = tmp_path / "a folder"
     path = page.write(folder / page.NAME, analysis, VALUES, drawn)
@@ -155,7 +179,12 @@ def opened(
     tab, troubles = context.new_page(), []
     tab.on("console", lambda message: troubles.append(message.text))
     tab.on("pageerror", lambda error: troubles.append(str(error)))
-    tab.on("request", lambda sent: troubles.append(sent.url) if not sent.url.startswith(("file:", "data:")) else None)
+    tab.on(
+        "request",
+        lambda sent: (
+            troubles.append(sent.url) if not sent.url.startswith(("file:", "data:")) else None
+        ),
+    )
     tab.goto(path.as_uri())
     yield tab, troubles
     context.close()
@@ -176,7 +205,9 @@ def test_the_page_is_driven(opened: tuple[Page, list[str]], analysis: Analysis) 
 
 def _a_click_changes_the_panel(tab: Page, analysis: Analysis) -> None:
     before = tab.locator("#panel").inner_text()
-    usage = analysis.components.query("layer == 0 and head == 0").sort_values("usage", ascending=False)
+    usage = analysis.components.query("layer == 0 and head == 0").sort_values(
+        "usage", ascending=False
+    )
     third = usage.iloc[2]
     tab.locator("#components [role=option]").nth(2).click()
     text = tab.locator("#panel").inner_text()

@@ -35,7 +35,27 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in the hub's layout: articles of a few lines."""
     folder = tmp_path_factory.mktemp("text")
     rng = np.random.default_rng(0)
-    words = ["the", "cat", "sat", "on", "a", "mat", ",", "12", "dogs", "in", "Rome", ".", "NASA", "and", "it", "was", "not", "far", "away"]
+    words = [
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "a",
+        "mat",
+        ",",
+        "12",
+        "dogs",
+        "in",
+        "Rome",
+        ".",
+        "NASA",
+        "and",
+        "it",
+        "was",
+        "not",
+        "far",
+        "away",
+    ]
     for split, articles in (("train", 40), ("validation", 12), ("test", 4)):
         lines = []
         for number in range(articles):
@@ -86,7 +106,9 @@ def test_the_cell_from_training_to_page(cell: list[str], tmp_path: Path) -> None
 def _its_checkpoint_gives_the_same(cell: list[str], record: dict[str, Any]) -> None:
     results = next(o.partition("=")[2] for o in cell if o.startswith("results_dir="))
     checkpoint = Path(results) / "smoke" / record["extra"]["checkpoint"]
-    again = run_cell([*cell, f"task.checkpoint={checkpoint}", "task.companion=false"], keep_failure=False)
+    again = run_cell(
+        [*cell, f"task.checkpoint={checkpoint}", "task.companion=false"], keep_failure=False
+    )
     for name in ("usage_entropy", "nmi_low", "ami", "lipschitz_empirical"):
         assert again["metrics"]["val"][name] == record["metrics"]["val"][name]
     assert "gradient_norm_max" not in again["metrics"]["val"]
@@ -106,8 +128,19 @@ def _a_checkpoint_of_another_model_is_refused(cell: list[str], record: dict[str,
 
 def test_a_finished_record_of_another_task(tiny: list[str]) -> None:
     trained = run_cell([*tiny, "mixer.num_components=8"], keep_failure=False)
-    common = [o for o in tiny if o.partition("=")[0] in ("mixer", "scale", "trainer", "logger", "results_dir", "cache_dir")]
-    read = ["task=interpretability", *common, "task.resamples=20", "task.companion=false", "task.num_tokens=500"]
+    common = [
+        o
+        for o in tiny
+        if o.partition("=")[0]
+        in ("mixer", "scale", "trainer", "logger", "results_dir", "cache_dir")
+    ]
+    read = [
+        "task=interpretability",
+        *common,
+        "task.resamples=20",
+        "task.companion=false",
+        "task.num_tokens=500",
+    ]
     record = run_cell([*read, f"task.record={trained['run_id']}"], keep_failure=False)
     assert record["extra"]["categories"] == ["operator", "digit", "bracket", "special"]
     assert record["metrics"]["val"]["num_components"] == 8
@@ -154,7 +187,13 @@ def test_routing_gradients_are_those_of_what_acts_through_the_responsibilities()
     model = nn.Sequential(GaussianMixtureAttention(8, 2, num_components=4), nn.Linear(8, 8))
     model(torch.randn(2, 5, 8)).square().mean().backward()
     layer = model[0]
-    routing = [layer.q_proj.weight, layer.k_proj.weight, layer.means, layer.raw_variance, layer.log_priors]
+    routing = [
+        layer.q_proj.weight,
+        layer.k_proj.weight,
+        layer.means,
+        layer.raw_variance,
+        layer.log_priors,
+    ]
     others = [layer.v_proj.weight, layer.out_proj.weight, *model[1].parameters()]
     for found, parameters in zip(gradient_norms(model), (routing, others), strict=True):
         joined = torch.cat([p.grad.flatten() for p in parameters])
@@ -191,7 +230,9 @@ def test_softmax_weights_give_what_the_fused_kernel_gives(causal: bool) -> None:
     x = torch.randn(1, 6, 8)
     weights = torch.from_numpy(softmax_attention(layer, x)[0])
     values = layer.split_heads(layer.v_proj(x))[0]
-    assert torch.allclose(layer.out_proj((weights @ values).transpose(0, 1).flatten(1)), layer(x)[0], atol=1e-6)
+    assert torch.allclose(
+        layer.out_proj((weights @ values).transpose(0, 1).flatten(1)), layer(x)[0], atol=1e-6
+    )
     assert torch.allclose(weights.sum(-1), torch.ones(2, 6))
     with pytest.raises(UserError, match="no softmax attention"):
         softmax_attention(nn.Linear(2, 2), x)
