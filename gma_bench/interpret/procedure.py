@@ -275,6 +275,7 @@ def write(
     values = page.Values(
         run=str(config.run_id), scale=str(config.scale.name), mixer=str(config.mixer.name),
         data=outcome.data, metrics=outcome.metrics["val"],
+        results_dir=Path(config.results_dir),
     )  # fmt: skip
     page.write(folder / page.NAME, analysis, values, drawn)
     return [page.NAME, *(name for picture in drawn for name in picture.files)]
