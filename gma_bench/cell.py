@@ -69,6 +69,21 @@ def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
     return record
 
 
+def record_failure(overrides: Sequence[str], message: str) -> None:
+    """Write the record of a cell that failed where it could not write one itself."""
+    config = compose(overrides)
+    plain = identify(config)
+    record = _before(config, plain, config.run_id, overrides) | {
+        "status": "failed",
+        **vars(Outcome(metric="", split="none")),
+        "duration_s": 0.0,
+        "machine": provenance.machine(None, config.trainer.num_threads),
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "error": {"type": "WorkerDied", "message": message, "step": None, "traceback": None},
+    }
+    write_record(record_path(config.results_dir, config.scale.name, config.run_id), record)
+
+
 def identify(config: DictConfig) -> Record:
     """Write into a configuration what its procedure needs to know of the run; return what it resolves to.
 

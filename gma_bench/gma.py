@@ -83,6 +83,9 @@ class GaussianMixtureAttention(Mixer):
         inverse_softplus = above_floor + math.log(-math.expm1(-above_floor))
         self.raw_variance = nn.Parameter(torch.full((*shape, self.routing_dim), inverse_softplus))
         self.log_priors = nn.Parameter(torch.zeros(shape))
+        for parameter in (self.means, self.raw_variance, self.log_priors):
+            # Decay would pull the mixture together at the origin, whatever the routing vectors do.
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     def _check_settings(self) -> None:
         def require(ok: bool, name: str, allowed: str, fix: object) -> None:

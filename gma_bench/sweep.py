@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 
 from hydra._internal.callbacks import Callbacks
@@ -14,14 +16,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from gma_bench.cell import run_job
+from gma_bench.cell import record_failure, run_job
 from gma_bench.config import choices, compose, new_loader, resolved, run_id, with_external_mixer
 from gma_bench.errors import MissingExtra, SettingError, UserError
 from gma_bench.results import BrokenRecord, read_record, record_path
 
+MAX_DEATHS = 2
 LAUNCHER_EXTRAS = {
     "submitit_local": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
     "submitit_slurm": ("hydra_plugins.hydra_submitit_launcher", "slurm"),
@@ -74,8 +78,38 @@ def launch(jobs: Sequence[Sequence[str]], hydra_overrides: Sequence[str] = ()) -
         task_function=run_job,
         config=config,
     )
-    launcher.launch([list(job) for job in jobs], initial_job_idx=0)
+    _launch_all(launcher, [list(job) for job in jobs])
     return [name for name in map(_unfinished, checked) if name]
+
+
+def _launch_all(launcher: Launcher, jobs: list[list[str]]) -> None:
+    """Launch, and launch what is left again when a worker dies (killed for memory, say).
+
+    A dead worker takes its pool along, not only its cell. A cell that is there at
+    ``MAX_DEATHS`` of them becomes a record that says so.
+    """
+    deaths: Counter[str] = Counter()
+    while jobs:
+        try:
+            launcher.launch(jobs, initial_job_idx=0)
+            return
+        except Exception as error:
+            running = [job for job in jobs if not _has_record(job)]
+            print(
+                f"a worker died ({type(error).__name__}); {len(running)} cells left",
+                file=sys.stderr,
+            )
+            for job in running[: os.cpu_count()]:
+                deaths[" ".join(job)] += 1
+            given_up = [job for job in running if deaths[" ".join(job)] >= MAX_DEATHS]
+            for job in given_up:
+                record_failure(job, f"its worker died {MAX_DEATHS} times: {error}")
+            jobs = [job for job in running if job not in given_up]
+
+
+def _has_record(job: Sequence[str]) -> bool:
+    config = compose(job)
+    return record_path(config.results_dir, config.scale.name, run_id(resolved(config))).exists()
 
 
 def _shared(jobs: Sequence[Sequence[str]]) -> list[str]:

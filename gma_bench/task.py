@@ -18,6 +18,10 @@ Batch = dict[str, Tensor]
 """``tokens (B, N)`` int64, ``mask (B, N)`` bool with True = a real token, ``target`` (as the task says)."""
 
 
+WORKER_TIMEOUT_S = 600
+"""A loader process that gives no batch for so long is taken to hang, and the cell fails."""
+
+
 class Task(L.LightningDataModule):
     """A data set with a loss and metrics. The training loop knows tasks only through this.
 
@@ -160,4 +164,5 @@ class Task(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=on_cuda,
             persistent_workers=self.num_workers > 0,
+            timeout=WORKER_TIMEOUT_S if self.num_workers else 0,
         )

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from gma_bench.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
 from gma_bench.errors import SettingError
 from gma_bench.model import SequenceModel, build_model, count_parameters
+from gma_bench.mixer import state_bytes
 from gma_bench.results import Outcome
 from gma_bench.store import require_disk
 from gma_bench.task import Batch, Task
@@ -513,6 +514,7 @@ def _outcome(
         extra={
             "checkpoint": f"checkpoints/{Path(best.best_model_path).name}",
             "peak_memory_method": peak_method,
+            "state_bytes": streaming_state_bytes(module.model, task),
             "best_step": curves["val_step"][chosen],
             "mlp_hidden": module.model.blocks[0].mlp[0].out_features,  # type: ignore[union-attr, index]
         },
@@ -523,6 +525,19 @@ def _best_step(module: Trainee, task: Task) -> float:
     figures = list(zip(module.curves[f"val_{task.metric}"], module.curves["val_step"], strict=True))
     value = (max if task.higher_is_better else min)(v for v, _ in figures)
     return next(step for v, step in figures if v == value)
+
+
+def streaming_state_bytes(model: SequenceModel, task: Task) -> int | None:
+    """Bytes that decoding one sequence carries at full length, all layers; None where not causal."""
+    from gma_bench.profiling.decode import UnknownGrowth, state_at
+
+    if not task.causal:
+        return None
+    try:
+        mixers: list[Any] = [block.mixer for block in model.blocks]
+        return sum(state_bytes(state_at(mixer, task.max_length, 1)) for mixer in mixers)
+    except (NotImplementedError, UnknownGrowth):
+        return None
 
 
 def all_tokens(module: Trainee, trainer: L.Trainer) -> float:

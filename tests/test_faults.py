@@ -1,0 +1,175 @@
+"""Faults from outside: whatever happens, nothing that was finished is lost and nothing wrong is used."""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gma_bench.cell import run_cell
+from gma_bench.results import load, read_all
+from gma_bench.sweep import launch
+
+ROOT = Path(__file__).resolve().parent.parent
+SAME = ("value", "metrics", "curves", "parameters", "data")
+
+
+def command(overrides: list[str]) -> list[str]:
+    return [sys.executable, "-m", "gma_bench.cli", "run", *overrides]
+
+
+def elsewhere(overrides: list[str], folder: Path) -> list[str]:
+    return [*overrides, f"results_dir={folder / 'results'}", f"cache_dir={folder / 'cache'}"]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[key] == other[key] for key in SAME)
+
+
+@pytest.mark.slow
+def test_kill_at_ten_random_moments_costs_no_figure(tiny: list[str], tmp_path: Path) -> None:
+    """Building the cache, training, checkpointing, writing the record: wherever it hits."""
+    longer = [*tiny, "training.steps=40", "training.checkpoint_minutes=0"]
+    start = time.monotonic()
+    whole = subprocess.run(command(elsewhere(longer, tmp_path / "whole")), check=True, timeout=200)
+    seconds = time.monotonic() - start
+    assert whole.returncode == 0
+    expected = run_cell(elsewhere(longer, tmp_path / "whole"))
+    assert expected["skipped"]
+    moments = random.Random(0)
+    words = elsewhere(longer, tmp_path / "killed")
+    for _ in range(10):
+        process = subprocess.Popen(
+            command(words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(moments.uniform(0.2, 1.0) * seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        _, broken = read_all(tmp_path / "killed/results")
+        assert broken == []
+    record = run_cell(words)
+    assert record["status"] == "finished"
+    assert same(record, expected)
+
+
+def test_a_disk_that_fills_up_leaves_nothing_half_written(tiny: list[str], tmp_path: Path) -> None:
+    words = elsewhere([*tiny, "model.d_model=64"], tmp_path)
+    limit = 30_000  # bytes a file: the data fit, a checkpoint does not
+    done = subprocess.run(
+        command(words), capture_output=True, text=True, check=False, timeout=200,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "cannot write" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert not list(tmp_path.rglob("runs/*.json"))
+    assert run_cell(words)["status"] == "finished"
+
+
+def test_no_room_is_said_before_the_start(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    from gma_bench.errors import UserError
+
+    with pytest.raises(UserError, match="MiB free"):
+        run_cell(tiny, keep_failure=False)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_cache_that_was_altered_is_rebuilt(tiny: list[str], tmp_path: Path) -> None:
+    words = elsewhere(tiny, tmp_path)
+    expected = run_cell(words)
+    (tokens,) = (tmp_path / "cache").rglob("tokens.npy")
+    content = bytearray(tokens.read_bytes())
+    content[-3] ^= 1
+    tokens.write_bytes(content)
+    with pytest.warns(UserWarning, match="tokens"):
+        again = run_cell([*words, "rerun=true"])
+    assert same(again, expected)
+
+
+def test_a_data_file_changed_after_caching_is_new_data(tiny: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [f"( ( [MAX {a} ) {b} ) ]\t{max(a, b)}\n" for a in range(10) for b in range(10)]
+    for split in ("train", "val", "test"):
+        order = np.random.default_rng(len(split)).permutation(len(rows))
+        text = "Source\tTarget\n" + "".join(rows[i] for i in order)
+        (folder / f"basic_{split}.tsv").write_text(text)
+    words = [o for o in tiny if not o.startswith("task.num")]
+    words += ["task.source=local", f"task.data_dir={folder}"]
+    first = run_cell(words)
+    assert first["status"] == "finished", first["error"]
+    path = folder / "basic_test.tsv"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:51]))
+    second = run_cell(words)
+    assert "skipped" not in second
+    assert second["run_id"] != first["run_id"]
+    assert second["data"]["fingerprint"] != first["data"]["fingerprint"]
+
+
+def test_a_loader_process_that_fails_is_a_failed_cell(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.listops import ListOps
+
+    def broken(self: ListOps, examples: list[Any]) -> Any:
+        raise RuntimeError("a worker's trouble")
+
+    monkeypatch.setattr(ListOps, "collate", broken)
+    record = run_cell([*tiny, "training.num_workers=1"])
+    assert record["status"] == "failed"
+    assert "a worker's trouble" in record["error"]["message"]
+
+
+DIE = """
+import os, signal
+from gma_bench.mixer import Mixer
+
+class Deadly(Mixer):
+    def __init__(self, d_model, num_heads, causal=False, max_length=None):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_worker_takes_no_other_cell_along(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deadly.py").write_text(DIE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    deadly = ["mixer=external", *tiny, "mixer._target_=deadly.Deadly"]
+    deadly.remove("mixer=gma")
+    jobs = [deadly, *([*tiny, f"seed={s}"] for s in range(3))]
+    failed = launch(jobs, ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
+    frame = load(tmp_path / "results")
+    assert sorted(frame.status) == ["failed", "finished", "finished", "finished"]
+    assert len(failed) == 1
+
+
+def test_an_interrupted_install_starts_over(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    for name in ("Makefile", "requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)  # begun, not ended: no stamp
+    plan = subprocess.run(
+        ["make", "-n", ".venv/.ready"], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert "venv --clear" in plan
+    steps = plan.splitlines()
+    assert "touch .venv/.ready" in steps[-1]
