@@ -1,30 +1,30 @@
-"""GMA as functions. Imports torch (and triton, where a kernel is asked for) alone."""
+"""GMA as functions. Imports torch (and triton, where its kernels are asked for) alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from gma_bench.ops import reference
+from gma_bench.ops import chunked, reference  # noqa: F401 (chunked registers the operators)
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 
 
-def _logits(x: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(x.dtype, means.dtype), torch.float32)
-    x, means, variances = x.to(dtype), means.to(dtype), variances.to(dtype)
-    precision = variances.reciprocal()
-    constant = log_priors.to(dtype) - 0.5 * (
-        means.square() * precision + variances.log()
-    ).sum(-1)
-    weight = torch.cat((-0.5 * precision, means * precision), -1).transpose(-1, -2)
-    return torch.cat((x.square(), x), -1) @ weight + constant.unsqueeze(1)
-
-
 def responsibilities(x: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor) -> Tensor:
-    """Posterior of each mixture component given ``x``: ``(B, H, N, d_r) -> (B, H, N, K)``."""
-    with torch.autocast(x.device.type, enabled=False):
-        return _logits(x, means, variances, log_priors).softmax(-1)
+    """Posterior of each mixture component given ``x``: ``γ_k(x)``, paper, section "Method".
+
+    Args:
+        x: ``(B, H, N, d_r)``.
+        means: ``(H, K, d_r)``.
+        variances: ``(H, K, d_r)``, positive.
+        log_priors: ``(H, K)``; a constant added to a row changes nothing.
+
+    Returns:
+        ``(B, H, N, K)``, rows summing to one, in float32 (float64 if any input is). Differentiable
+        once.
+    """
+    _check_mixture(x, means, variances, log_priors)
+    return torch.ops.gma_bench.responsibilities(x, means, variances, log_priors)
 
 
 def gma(
@@ -32,39 +32,66 @@ def gma(
     *, causal: bool = False, key_mask: Tensor | None = None, eps: float = 1e-6,
     backend: str = "auto",
 ) -> Tensor:
-    """Gaussian mixture attention.
+    """Gaussian mixture attention, ``O = Γ_Q Ṽ / (Γ_Q Z + ε)``; paper, section "Method".
+
+    Time and memory are linear in N and M. Logits are computed in float32 at least, whatever the
+    dtype of the inputs. Differentiable once (twice with ``backend="reference"``).
 
     Args:
         q: ``(B, H, N, d_r)``.
         k: ``(B, H, M, d_r)``.
         v: ``(B, H, M, d_v)``.
-        means, variances: ``(H, K, d_r)``.
+        means: ``(H, K, d_r)``.
+        variances: ``(H, K, d_r)``, positive.
         log_priors: ``(H, K)``.
-        causal: whether query i reads keys j ≤ i only (needs N = M).
-        key_mask: ``(B, M)`` bool, True = a real token.
-        eps: added to the denominator.
-        backend: one of ``auto``, ``reference``, ``chunked``, ``triton``.
+        causal: whether query i reads keys j ≤ i only.
+        key_mask: ``(B, M)`` bool, True = a real token. Others contribute nothing; where none is
+            real the output is zero.
+        eps: added to the denominator, positive.
+        backend: ``auto`` takes the Triton kernels where they run (see :func:`choose_backend`) and
+            ``chunked`` elsewhere; ``reference`` is the specification, slow and large.
 
     Returns:
         ``(B, H, N, d_v)`` in the dtype of ``v``.
+
+    Raises:
+        ValueError: shapes that do not fit together, ``causal`` with N ≠ M, ε not positive, an
+            unknown backend, or ``triton`` for inputs that its kernels do not take.
     """
+    _check_mixture(q, means, variances, log_priors)
+    if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"q {_shape(q)}, k {_shape(k)} and v {_shape(v)} do not fit together")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"causal=True needs N = M, got N={q.shape[2]} and M={k.shape[2]}")
+    if key_mask is not None and (key_mask.shape != k.shape[::2] or key_mask.dtype != torch.bool):
+        raise ValueError(f"key_mask must be bool (B, M), got {key_mask.dtype} {_shape(key_mask)}")
+    if eps <= 0:
+        raise ValueError(f"eps={eps} must be positive: a query may find nothing that was written")
+    if backend == "auto":
+        backend = choose_backend(q, v, means)
+    arguments = q, k, v, means, variances, log_priors
     if backend == "reference":
-        return reference.gma(
-            q, k, v, means, variances, log_priors, causal=causal, key_mask=key_mask, eps=eps
+        return reference.gma(*arguments, causal=causal, key_mask=key_mask, eps=eps)
+    if backend == "chunked":
+        return torch.ops.gma_bench.gma(*arguments, key_mask, causal, eps)[0]
+    raise ValueError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
+
+
+def choose_backend(q: Tensor, v: Tensor, means: Tensor) -> str:
+    """What ``backend="auto"`` takes for these inputs."""
+    return "chunked"
+
+
+def _check_mixture(x: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor) -> None:
+    heads, width = x.shape[1], x.shape[3]
+    if means.shape != (heads, means.shape[1], width) or variances.shape != means.shape:
+        raise ValueError(
+            f"means {_shape(means)} and variances {_shape(variances)} must be (H, K, d_r) for "
+            f"routing vectors {_shape(x)}"
         )
-    with torch.autocast(q.device.type, enabled=False):
-        gamma_q = _logits(q, means, variances, log_priors).softmax(-1)
-        gamma_k = _logits(k, means, variances, log_priors).softmax(-1)
-        values = v.to(gamma_k.dtype)
-        if key_mask is not None:
-            real = key_mask[:, None, :, None]
-            gamma_k = torch.where(real, gamma_k, 0.0)
-            values = torch.where(real, values, 0.0)
-        if causal:
-            affinity = (gamma_q @ gamma_k.transpose(-1, -2)).tril()
-            out = (affinity @ values) / (affinity.sum(-1, keepdim=True) + eps)
-        else:
-            written = gamma_k.transpose(-1, -2) @ values
-            mass = gamma_k.sum(-2).unsqueeze(-1)
-            out = (gamma_q @ written) / (gamma_q @ mass + eps)
-        return out.to(v.dtype)
+    if log_priors.shape != means.shape[:2]:
+        raise ValueError(f"log_priors {_shape(log_priors)} must be (H, K) = {_shape(means)[:2]}")
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

@@ -32,7 +32,7 @@ def block_rows(rows: int) -> int:
     Between the two it is a small part of the input, so that the peak of memory is set by what
     goes in and comes out.
     """
-    return min(max(rows // 20, 192), 2048)
+    return min(max(rows // 18, 192), 2048)
 
 
 def plan(x: Tensor, multiple: int = 16) -> tuple[int, int]:
@@ -59,30 +59,43 @@ def causal_spans(length: int, size: int) -> list[slice]:
     return spans(whole, size) + ([slice(whole, length)] if whole < length else [])
 
 
-def take(x: Tensor, group: Group, span: slice, dtype: torch.dtype) -> Tensor:
-    """A block of ``x (B, H, N, d)`` as ``(H, g·n, d)``; a view where that is possible."""
-    return x[group, :, span].transpose(0, 1).flatten(1, 2).to(dtype)
+def by_head(x: Tensor, group: Group) -> Tensor:
+    """The sequences of a group, ``(B, H, N, ·) -> (H, g, N, ·)``; a view."""
+    return x[group].transpose(0, 1)
 
 
-def place(x: Tensor, group: Group, span: slice) -> Tensor:
-    """Where a block lies in ``x (B, H, N, d)``, as ``(H, g, n, d)``."""
-    return x[group, :, span].transpose(0, 1)
+def num_causal_blocks(q: Tensor) -> int:
+    """How many blocks :func:`causal` works through, ``len(causal_spans(…))``."""
+    tokens = plan(q, CHUNK)[1]
+    whole, left = q.shape[2] // CHUNK, q.shape[2] % CHUNK
+    return (whole * CHUNK + tokens - 1) // tokens + (1 if left else 0)
 
 
-def put(x: Tensor, group: Group, span: slice, block: Tensor) -> None:
-    """Write a block ``(H, g·n, d)`` or ``(H·g, n, d)`` back into ``x (B, H, N, d)``."""
-    target = place(x, group, span)
+def take(x: Tensor, span: slice, dtype: torch.dtype) -> Tensor:
+    """A block of ``x (H, g, N, d)`` as ``(H, g·n, d)``; a view where that is possible."""
+    block = x[:, :, span].flatten(1, 2)
+    return block if block.dtype == dtype else block.to(dtype)
+
+
+def put(x: Tensor, span: slice, block: Tensor) -> None:
+    """Write a block ``(H, g·n, d)`` or ``(H·g, n, d)`` back into ``x (H, g, N, d)``."""
+    target = x[:, :, span]
     target.copy_(block.view(target.shape))
 
 
-def padding(key_mask: Tensor | None, group: Group, span: slice) -> Tensor | None:
-    """True where a row of a block is padding, ``(1, g·n, 1)``."""
-    return None if key_mask is None else key_mask[group, span].flatten()[None, :, None].logical_not()
+def padding(key_mask: Tensor | None, span: slice) -> Tensor | None:
+    """True where a row of a block is padding: ``(g, N) -> (1, g·n, 1)``."""
+    return None if key_mask is None else key_mask[:, span].flatten()[None, :, None].logical_not()
+
+
+def mask_of(key_mask: Tensor | None, group: Group) -> Tensor | None:
+    """The mask of a group."""
+    return None if key_mask is None else key_mask[group]
 
 
 def per_sequence(x: Tensor, count: int) -> Tensor:
     """``(H, g·n, d) -> (H·g, n, d)``."""
-    return x.view(x.shape[0] * count, -1, x.shape[-1])
+    return x if count == 1 else x.reshape(x.shape[0] * count, -1, x.shape[-1])
 
 
 def like_layout(q: Tensor, v: Tensor) -> Tensor:
@@ -97,12 +110,12 @@ class Keys:
     """A block of keys and values, with padding taken out."""
 
     def __init__(
-        self, mixture: Mixture, k: Tensor, v: Tensor, key_mask: Tensor | None,
-        group: Group, span: slice, near: bool,
+        self, mixture: Mixture, k: Tensor, v: Tensor, key_mask: Tensor | None, span: slice,
+        near: bool,
     ) -> None:
-        self.padding = padding(key_mask, group, span)
-        self.x = take(k, group, span, mixture.dtype)
-        self.values = take(v, group, span, mixture.dtype)
+        self.padding = padding(key_mask, span)
+        self.x = take(k, span, mixture.dtype)
+        self.values = take(v, span, mixture.dtype)
         if self.padding is not None:
             self.x = self.x.masked_fill(self.padding, 0.0)
             self.values = self.values.masked_fill(self.padding, 0.0)
@@ -146,8 +159,9 @@ def write(
         count = group.stop - group.start
         total = written.new_zeros(heads * count, components, v.shape[-1])
         total_mass = written.new_zeros(heads * count, components)
+        sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
         for span in spans(length, tokens):
-            keys = Keys(mixture, k, v, key_mask, group, span, near)
+            keys = Keys(mixture, *sources, span, near)
             gamma = per_sequence(keys.gamma, count)
             total.baddbmm_(gamma.transpose(1, 2), per_sequence(keys.values, count))
             total_mass += gamma.sum(1)
@@ -175,10 +189,11 @@ def read(q: Tensor, written: Tensor, mass: Tensor, mixture: Mixture, eps: float,
     for group in groups(len(q), size):
         memory = Memory(mixture, written, mass, group, eps)
         count = group.stop - group.start
+        source, target = by_head(q, group), by_head(out, group)
         for span in spans(q.shape[2], tokens):
-            x = take(q, group, span, mixture.dtype)
+            x = take(source, span, mixture.dtype)
             weights, _ = mixture.responsibilities(x, memory.bias, near)
-            put(out, group, span, torch.bmm(per_sequence(weights, count), memory.values))
+            put(target, span, torch.bmm(per_sequence(weights, count), memory.values))
 
 
 def read_backward(
@@ -196,24 +211,25 @@ def read_backward(
         count = group.stop - group.start
         grad_values = torch.zeros_like(memory.values)
         grad_bias = grad_values.new_zeros(grad_values.shape[:2])  # (H·g, K)
+        source, upstream, target = (by_head(t, group) for t in (q, grad_out, grad_q))
         for span in spans(q.shape[2], tokens):
-            x = take(q, group, span, mixture.dtype)
+            x = take(source, span, mixture.dtype)
             weights, features = mixture.responsibilities(x, memory.bias, near)
             weights = per_sequence(weights, count)
-            grad = per_sequence(take(grad_out, group, span, mixture.dtype), count)
+            grad = per_sequence(take(upstream, span, mixture.dtype), count)
             grad_values.baddbmm_(weights.transpose(1, 2), grad)
             grad_logits = torch.bmm(grad, memory.values.transpose(1, 2))
             softmax_backward(grad_logits, weights)
             del weights
             grad_bias += grad_logits.sum(1)
             gradients.backward(
-                grad_logits.view(*x.shape[:2], -1), x, features, place(grad_q, group, span)
+                grad_logits.view(*x.shape[:2], -1), x, features, target[:, :, span]
             )
         grad_bias = grad_bias.view(-1, count, grad_bias.shape[-1])
         gradients.constant += grad_bias.sum(1)
         grad_scale = grad_bias - dot(grad_values, memory.values).view(grad_bias.shape)
         grad_mass[group] = (grad_scale / memory.scale.view(grad_bias.shape)).transpose(0, 1)
-        place_state(grad_written[group]).copy_(
+        by_head(grad_written, group).copy_(
             grad_values.div_(memory.scale).view(*grad_bias.shape, -1)
         )
     return grad_q, grad_written, grad_mass
@@ -232,17 +248,52 @@ def write_backward(
         count = group.stop - group.start
         total = merge(grad_written[group])
         total_mass = merge(grad_mass[group].unsqueeze(2))  # (H·g, 1, K)
+        sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
+        target_k, target_v = by_head(grad_k, group), by_head(grad_v, group)
         for span in spans(k.shape[2], tokens):
-            keys = Keys(mixture, k, v, key_mask, group, span, near)
+            keys = Keys(mixture, *sources, span, near)
             gamma = per_sequence(keys.gamma, count)
-            put(grad_v, group, span, torch.bmm(gamma, total))
+            put(target_v, span, torch.bmm(gamma, total))
             grad_logits = torch.baddbmm(
                 total_mass, per_sequence(keys.values, count), total.transpose(1, 2)
             )
             softmax_backward(grad_logits, gamma)
             del gamma
-            keys.backward(grad_logits, gradients, place(grad_k, group, span))
+            keys.backward(grad_logits, gradients, target_k[:, :, span])
     return grad_k, grad_v
+
+
+# ---------------------------------------------------------------- responsibilities alone
+
+
+def responsibilities(x: Tensor, mixture: Mixture) -> Tensor:
+    """Posteriors of every token, ``(B, H, N, d_r) -> (B, H, N, K)``."""
+    out = x.new_empty(*x.shape[:3], mixture.constant.shape[-1], dtype=mixture.dtype)
+    size, tokens = plan(x)
+    near = mixture.is_near(x)
+    for group in groups(len(x), size):
+        source, target = by_head(x, group), by_head(out, group)
+        for span in spans(x.shape[2], tokens):
+            put(target, span, mixture.responsibilities(take(source, span, mixture.dtype), near=near)[0])
+    return out
+
+
+def responsibilities_backward(grad: Tensor, x: Tensor, gradients: MixtureGradients) -> Tensor:
+    """Gradient of :func:`responsibilities` for ``x``; the mixture's go to ``gradients``."""
+    mixture = gradients.mixture
+    grad_x = torch.empty_like(x)
+    size, tokens = plan(x)
+    near = mixture.is_near(x)
+    for group in groups(len(x), size):
+        source, upstream, target = (by_head(t, group) for t in (x, grad, grad_x))
+        for span in spans(x.shape[2], tokens):
+            block = take(source, span, mixture.dtype)
+            gamma, features = mixture.responsibilities(block, near=near)
+            grad_logits = take(upstream, span, mixture.dtype).clone()
+            softmax_backward(grad_logits, gamma)
+            gradients.constant += grad_logits.sum(1)
+            gradients.backward(grad_logits, block, features, target[:, :, span])
+    return grad_x
 
 
 # ---------------------------------------------------------------- causal
@@ -305,16 +356,18 @@ def causal(
     for group in groups(len(q), size):
         count = group.stop - group.start
         current, current_mass = initial_state(states[0, group], state, mass, group)
+        sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
+        queries, target = by_head(q, group), by_head(out, group)
         for index, span in enumerate(parts):
             store(states[index, group], masses[index, group], current, current_mass)
-            keys = Keys(mixture, k, v, key_mask, group, span, near[1])
+            keys = Keys(mixture, *sources, span, near[1])
             block = Causal(
-                mixture, take(q, group, span, mixture.dtype), keys, count, current, current_mass,
+                mixture, take(queries, span, mixture.dtype), keys, count, current, current_mass,
                 eps, near[0],
             )
             numerator = torch.bmm(block.affinity, block.values)
             numerator.baddbmm_(block.gamma_q, block.states).div_(block.denominator)
-            put(out, group, span, numerator)
+            put(target, span, numerator)
             current, current_mass = block.next_state, block.next_mass
         store(states[-1, group], masses[-1, group], current, current_mass)
     return states, masses
@@ -335,20 +388,24 @@ def causal_backward(
         count = group.stop - group.start
         later = states.new_zeros(q.shape[1] * count, *states.shape[-2:])
         later_mass = later.new_zeros(later.shape[:2])
+        sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
+        queries, upstream = by_head(q, group), by_head(grad_out, group)
+        target_q, target_k, target_v = (by_head(t, group) for t in (grad_q, grad_k, grad_v))
         for index, span in reversed(list(enumerate(parts))):
-            keys = Keys(mixture, k, v, key_mask, group, span, near[1])
-            x = take(q, group, span, mixture.dtype)
+            keys = Keys(mixture, *sources, span, near[1])
+            x = take(queries, span, mixture.dtype)
             block = Causal(
                 mixture, x, keys, count, merge(states[index, group]), merge(masses[index, group]),
                 eps, near[0],
             )
-            grad = chunked(per_sequence(take(grad_out, group, span, mixture.dtype), count), block.values.shape[1])
+            grad = chunked(take(upstream, span, mixture.dtype), block.values.shape[1])
             back = CausalBackward(block, grad, later, later_mass)
-            put(grad_v, group, span, keys.clear_padding(back.grad_values().view(keys.values.shape)))
+            grad_values = back.grad_values().view(keys.values.shape)
+            put(target_v, span, keys.clear_padding(grad_values))
             grad_logits = back.grad_query_logits().view(block.query_gamma.shape)
             gradients.constant += grad_logits.sum(1)
-            gradients.backward(grad_logits, x, block.query_features, place(grad_q, group, span))
-            keys.backward(back.grad_key_logits(), gradients, place(grad_k, group, span))
+            gradients.backward(grad_logits, x, block.query_features, target_q[:, :, span])
+            keys.backward(back.grad_key_logits(), gradients, target_k[:, :, span])
             later, later_mass = back.earlier_state, back.earlier_mass
         store(grad_state[group], grad_mass[group], later, later_mass)
     return grad_q, grad_k, grad_v, grad_state, grad_mass
@@ -421,13 +478,8 @@ def initial_state(
     return merge(state[group]).to(like.dtype), merge(mass[group]).to(like.dtype)
 
 
-def place_state(x: Tensor) -> Tensor:
-    """``(g, H, K, ·) -> (H, g, K, ·)``, a view."""
-    return x.transpose(0, 1)
-
-
 def store(target: Tensor, target_mass: Tensor, state: Tensor, mass: Tensor) -> None:
     """``(H·g, K, ·)`` into ``(g, H, K, ·)``."""
     for whole, part in ((target, state), (target_mass, mass)):
-        turned = place_state(whole)
+        turned = whole.transpose(0, 1)
         turned.copy_(part.view(turned.shape))
