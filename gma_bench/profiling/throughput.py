@@ -115,9 +115,11 @@ class _Cell:
 
     def _sweeps(self, sweep: str, points: list[int]) -> Iterator[dict[str, Any]]:
         variants = [self.mixer]
-        if "backend" in self.mixer and sweep == "length":
-            others = [b for b in self.config.task.backends if b != self.mixer.backend]
-            variants += [resolve_mixer(self.mixer, backend=b) for b in others]
+        if sweep == "length":
+            beside = self.config.task.backends.get(self.mixer.name, [])
+            variants += [
+                resolve_mixer(self.mixer, backend=b) for b in beside if b != self.mixer.backend
+            ]
         for pass_ in self.config.task.passes:
             for mixer in variants:
                 done: list[tuple[int, float]] = []

@@ -60,6 +60,12 @@ def test_a_mixer_without_causal_form_is_timed_but_not_decoded(tmp_path: Any) -> 
     assert "causal" in rows[-1]["reason"]
 
 
+def test_a_mixer_with_backends_of_its_own_is_timed_with_its_choice_alone(tmp_path: Any) -> None:
+    rows = rows_of(tmp_path, "mixer=mamba", "task.passes=[forward]")
+    assert {r["status"] for r in rows} == {"ok"}
+    assert len({r["backend"] for r in rows}) == 1
+
+
 def test_calls_that_would_take_too_long_are_marked(tmp_path: Any) -> None:
     rows = rows_of(tmp_path, "mixer=sdpa", "task.lengths=[32,64,128]", "task.call_seconds=0",
                    "task.passes=[forward]", "task.contexts=[]")  # fmt: skip
@@ -111,7 +117,7 @@ import json, sys, torch
 from gma_bench.config import compose
 from gma_bench.profiling import throughput
 config = compose(["task=throughput", "scale=mini", "task.device=cpu", "mixer=" + sys.argv[1],
-                  "task.lengths=[1024]", "task.contexts=[16384]", "task.components=[]", "task.backends=[]",
+                  "task.lengths=[1024]", "task.contexts=[16384]", "task.components=[]", "task.backends={}",
                   "task.cap_seconds=6", "task.block_ms=50", "cache_dir=" + sys.argv[2]])
 print(json.dumps(throughput.profile(config).rows))
 """
