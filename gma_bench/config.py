@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gma_bench.errors import SettingError, UserError
+
+# Our launcher files bear the names of the plugins' own, as they should; said once a worker otherwise.
+warnings.filterwarnings(
+    "ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore"
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 

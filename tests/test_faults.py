@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import resource
 import shutil
@@ -17,7 +19,6 @@ import pytest
 
 from gma_bench.cell import run_cell
 from gma_bench.results import load, read_all
-from gma_bench.sweep import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 SAME = ("value", "metrics", "curves", "parameters", "data")
@@ -147,18 +148,24 @@ class Deadly(Mixer):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_takes_no_other_cell_along(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_takes_no_other_cell_along(tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text(DIE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     deadly = ["mixer=external", *tiny, "mixer._target_=deadly.Deadly"]
     deadly.remove("mixer=gma")
     jobs = [deadly, *([*tiny, f"seed={s}"] for s in range(3))]
-    failed = launch(jobs, ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
+    script = (
+        "import json, sys; from gma_bench.sweep import launch\n"
+        "failed = launch(json.loads(sys.argv[1]), ['hydra/launcher=joblib', 'hydra.launcher.n_jobs=2'])\n"
+        "sys.exit(len(failed))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(jobs)], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr[-3000:]
     frame = load(tmp_path / "results")
     assert sorted(frame.status) == ["failed", "finished", "finished", "finished"]
-    assert len(failed) == 1
+    assert list(frame[frame.status == "failed"].mixer) == ["deadly.Deadly"]
 
 
 def test_an_interrupted_install_starts_over(tmp_path: Path) -> None:
