@@ -1,4 +1,22 @@
-"""``analyze``: what every layer's, head's component of a trained GMA does with a text."""
+"""``analyze``: what every layer's, head's component of a trained GMA does with a text.
+
+The figures of a head, from γ (N, K) on the chosen side and the winner argmax_k γ of each token:
+
+- ``components_in_use``: win at least one token; ``components_above_tenth``: mean γ above 1/(10·K);
+- ``usage_entropy``: entropy of the mean γ over log K, ``usage_entropy_hard`` of the winners' counts,
+  ``effective_components`` = exp of the former's entropy in nats;
+- ``nmi``, ``ami``: winners against categories, as sklearn defines them; ``…_permuted``: the same with
+  categories shuffled over tokens;
+- ``posterior_entropy``: mean entropy of a token's γ over log K;
+- ``query_key_overlap``: mean Σ_k min(γ_k(q), γ_k(k)) of a token's own query and key;
+- ``affinity_itself, _same_token, _neighbours, _same_category``: share of a row of the scaled affinity
+  (causal where the layer is) on its own position, on the same id, within two positions, on the same
+  category, mean over rows; ``…_uniform``: what attention spread evenly would give;
+- ``affinity_rank_max, affinity_min``: rank and smallest entry of the bidirectional affinity as the
+  operator applies it in float64, over short inputs of ``affinity_length`` tokens;
+- ``lipschitz_empirical``: largest ‖∂γ/∂x‖₂ at sampled routing vectors; ``lipschitz_bound`` from the
+  variance floor, ``lipschitz_bound_learned`` from the smallest variance that was learned.
+"""
 
 from __future__ import annotations
 
