@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gma_bench.ops import blocks
 from gma_bench.ops.mixture import Mixture, MixtureGradients, compute_dtype
+from gma_bench.ops.precision import full_precision
 
 Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -28,13 +29,14 @@ def gma_body(
     key_mask: Tensor | None, causal: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, then what backward needs: ``Ṽ`` and ``Z``, or the states of :func:`blocks.causal`."""
-    mixture = Mixture(means, variances, log_priors, compute_dtype(q, k, v, means, variances))
-    out = blocks.like_layout(q, v)
-    if causal:
-        return out, *blocks.causal(q, k, v, mixture, key_mask, eps, out)
-    written, mass = blocks.write(k, v, mixture, key_mask)
-    blocks.read(q, written, mass, mixture, eps, out)
-    return out, written, mass
+    with full_precision():
+        mixture = Mixture(means, variances, log_priors, compute_dtype(q, k, v, means, variances))
+        out = blocks.like_layout(q, v)
+        if causal:
+            return out, *blocks.causal(q, k, v, mixture, key_mask, eps, out)
+        written, mass = blocks.write(k, v, mixture, key_mask)
+        blocks.read(q, written, mass, mixture, eps, out)
+        return out, written, mass
 
 
 def gma_backward_body(
@@ -43,36 +45,39 @@ def gma_backward_body(
     eps: float,
 ) -> Six:
     """Gradients of q, k, v, means, variances and log priors."""
-    mixture = Mixture(means, variances, log_priors, compute_dtype(q, k, v, means, variances))
-    gradients = MixtureGradients(mixture)
-    if causal:
-        grad_q, grad_k, grad_v, _, _ = blocks.causal_backward(
-            grad_out, q, k, v, written, mass, key_mask, gradients, eps
-        )
-    else:
-        grad_q, grad_written, grad_mass = blocks.read_backward(
-            grad_out, q, written, mass, gradients, eps
-        )
-        grad_k, grad_v = blocks.write_backward(grad_written, grad_mass, k, v, key_mask, gradients)
-    return grad_q, grad_k, grad_v, *gradients.finish()
+    with full_precision():
+        mixture = Mixture(means, variances, log_priors, compute_dtype(q, k, v, means, variances))
+        gradients = MixtureGradients(mixture)
+        if causal:
+            grad_q, grad_k, grad_v, _, _ = blocks.causal_backward(
+                grad_out, q, k, v, written, mass, key_mask, gradients, eps
+            )
+        else:
+            grad_q, grad_written, grad_mass = blocks.read_backward(
+                grad_out, q, written, mass, gradients, eps
+            )
+            grad_k, grad_v = blocks.write_backward(grad_written, grad_mass, k, v, key_mask, gradients)
+        return grad_q, grad_k, grad_v, *gradients.finish()
 
 
 def responsibilities_body(
     x: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor
 ) -> Tensor:
     """Posteriors of every token, ``(B, H, N, K)``."""
-    mixture = Mixture(means, variances, log_priors, compute_dtype(x, means, variances))
-    return blocks.responsibilities(x, mixture)
+    with full_precision():
+        mixture = Mixture(means, variances, log_priors, compute_dtype(x, means, variances))
+        return blocks.responsibilities(x, mixture)
 
 
 def responsibilities_backward_body(
     grad: Tensor, x: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor
 ) -> Four:
     """Gradients of x, means, variances and log priors."""
-    mixture = Mixture(means, variances, log_priors, compute_dtype(x, means, variances))
-    gradients = MixtureGradients(mixture)
-    grad_x = blocks.responsibilities_backward(grad, x, gradients)
-    return grad_x, *gradients.finish()
+    with full_precision():
+        mixture = Mixture(means, variances, log_priors, compute_dtype(x, means, variances))
+        gradients = MixtureGradients(mixture)
+        grad_x = blocks.responsibilities_backward(grad, x, gradients)
+        return grad_x, *gradients.finish()
 
 
 # ---------------------------------------------------------------- registration
