@@ -132,11 +132,7 @@ def _launcher_config(loader: ConfigLoaderImpl, overrides: Sequence[str]) -> Dict
             package.rpartition(".")[2].replace("_", "-"), extra, f"hydra/launcher={name}"
         )
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # our launcher files bear the plugins' names, as they should
-            warnings.filterwarnings("ignore", message=".*validated against ConfigStore schema.*")
-            config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
+        config = loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
     except HydraException as error:
         raise UserError(" ".join(str(error).split())) from None
     if name == "ray":

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 
 from gma_bench.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
 from gma_bench.errors import SettingError
-from gma_bench.model import SequenceModel, build_model, count_parameters
 from gma_bench.mixer import state_bytes
+from gma_bench.model import SequenceModel, build_model, count_parameters
 from gma_bench.results import Outcome
 from gma_bench.store import require_disk
 from gma_bench.task import Batch, Task
