@@ -306,3 +306,18 @@ def test_check_exits_with_1_on_a_failure(
 def test_linformer_in_a_causal_task_says_why() -> None:
     with pytest.raises(SettingError, match="no causal form: its projections mix all positions"):
         builder("linformer")(d_model=32, num_heads=4, causal=True, max_length=8)
+
+
+# --- the page that explains it -----------------------------------------------------------------
+
+
+def test_page_on_adding_a_mixer_shows_what_ships() -> None:
+    root = Path(contract.__file__).parent.parent
+    page = (root / "docs/adding_a_mixer.md").read_text()
+    for shown in ("baselines/cosformer.py", "conf/mixer/cosformer.yaml"):
+        assert (root / shown).read_text() in page, f"{shown} has changed; the page has not"
+    for line in contract.LINES:
+        assert f"| {line.name} |" in page
+    for result in failures(contract.check(ScalesByBatchLength, device="cpu")):
+        if result.form == "causal":
+            assert f"fail  causal, {result.line}: {result.detail.split(' by ')[0]}" in page
