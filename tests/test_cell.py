@@ -22,9 +22,7 @@ Record = dict[str, Any]
 
 
 def figures(record: Record) -> Record:
-    return {k: record[k] for k in ("value", "metrics", "parameters", "data", "config")} | {
-        "curves": {k: v for k, v in record["curves"].items()}
-    }
+    return {k: record[k] for k in ("value", "metrics", "parameters", "data", "config", "curves")}
 
 
 def fresh(overrides: list[str], folder: Path) -> list[str]:

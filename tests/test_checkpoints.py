@@ -50,6 +50,6 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "sprung",))
 
     save_checkpoint({"trap": Trap()}, tmp_path / "x.ckpt")
-    with pytest.raises(Exception, match="weights_only|Weights only|Unsupported"):
+    with pytest.raises(Exception, match=r"weights_only|Weights only|Unsupported"):
         load_checkpoint(tmp_path / "x.ckpt")
     assert not (tmp_path / "sprung").exists()
