@@ -116,10 +116,10 @@ def _group_choices(overrides: Sequence[str]) -> list[str]:
 
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in config:
+    for key in map(str, config):
         if prefix == "" and key in ("hydra", "scale", "tuned"):
             continue
-        if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, str(key)):
+        if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key):
             yield f"{prefix}{key}"
         elif isinstance(config[key], DictConfig):
             yield from _keys(config[key], f"{prefix}{key}.")

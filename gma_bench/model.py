@@ -217,7 +217,7 @@ def build_model(config: DictConfig, task: Task) -> SequenceModel:
     parameters as the same backbone with softmax attention, whatever the mixer's own count.
     """
     sizes = config.model
-    pooling = "token" if task.pooling == "token" else sizes.pooling
+    pooling: Any = "token" if task.pooling == "token" else sizes.pooling
     shape: dict[str, Any] = {
         "d_model": sizes.d_model, "num_heads": sizes.num_heads, "causal": task.causal,
         "max_length": task.max_length + (pooling == "cls"),

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -57,15 +58,16 @@ def grid(overrides: Sequence[str], only: Sequence[str] = ()) -> list[Cell]:
             )
     part = _only(only)
     seeds = list(compose(overrides).scale.seeds)
-    joining = [m for m in choices("mixer") if _joins(m)]
-    cells = []
-    for entry in OmegaConf.load(CONF / "reproduce.yaml").cells:
-        mixers = [*entry.mixer, *(joining if entry.get("joins", True) else [])]
+    joining = [m for m in choices("mixer") if _file("mixer", m).get("reproduce")]
+    cells, composed = list[Cell](), dict[Any, DictConfig]()
+    for entry in _file(".", "reproduce").cells:
         chosen_seeds = seeds if entry.seed == "all" else list(entry.seed)
-        for task, seed, mixer in itertools.product(entry.task, chosen_seeds, mixers):
-            names = {"task": task, "mixer": mixer, "seed": str(seed)}
-            if all(names[key] in values for key, values in part.items()):
-                cells.append(_cell(names, overrides, alone=entry.get("alone", False)))
+        for task, seed in itertools.product(entry.task, chosen_seeds):
+            more = [m for m in joining if _has_form(m, task)] if entry.get("joins", True) else []
+            for mixer in dict.fromkeys([*entry.mixer, *more]):
+                names = {"task": task, "mixer": mixer, "seed": str(seed)}
+                if all(names[key] in values for key, values in part.items()):
+                    cells.append(_cell(names, overrides, composed, alone=entry.get("alone", False)))
     if not cells:
         raise UserError(f"--only {' '.join(only)} leaves no cell of the grid")
     return cells
@@ -81,13 +83,24 @@ def _only(only: Sequence[str]) -> dict[str, list[str]]:
     return part
 
 
-def _joins(mixer: str) -> bool:
-    return bool(OmegaConf.load(CONF / "mixer" / f"{mixer}.yaml").get("reproduce", False))
+def _file(group: str, name: str) -> Any:
+    return OmegaConf.load(CONF / group / f"{name}.yaml")
 
 
-def _cell(names: dict[str, str], overrides: Sequence[str], *, alone: bool) -> Cell:
+def _has_form(mixer: str, task: str) -> bool:
+    form, forms = _file("task", task).get("form"), _file("mixer", mixer).get("forms")
+    return form is None or forms is None or form in forms
+
+
+def _cell(
+    names: dict[str, str], overrides: Sequence[str], composed: dict[Any, DictConfig], *, alone: bool
+) -> Cell:
     words = (*(f"{key}={value}" for key, value in names.items()), *overrides)
-    config = compose(words)
+    key = names["task"], names["mixer"]
+    if key not in composed:  # composing is slow, and seeds differ in one value
+        composed[key] = compose(words)
+    config = composed[key].copy()
+    config.seed = int(names["seed"])
     return Cell(words, config, run_id(resolved(config)), alone)
 
 

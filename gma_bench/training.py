@@ -137,9 +137,10 @@ class Trainee(L.LightningModule):
                     logger.log_metrics({"train/loss": loss, "train/lr": rate}, step=step)
         self._pending.clear()
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         training = self.training_config
-        decayed, plain = [], []
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
         for parameter in self.model.parameters():
             exempt = parameter.dim() < 2 or getattr(parameter, "_no_weight_decay", False)
             (plain if exempt else decayed).append(parameter)

@@ -133,7 +133,7 @@ class WikiText103(Task):
         if self.data:
             return self.vocab_size, self.num_outputs
         settings = self.tokenizer_settings
-        planned = {
+        planned: Any = {
             "bpe": settings.get("bpe_vocab_size"),
             "word": settings.get("word_vocab_size") or RELEASE_WORDS,
             "gpt2": GPT2_PIECES,
