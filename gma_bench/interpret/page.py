@@ -22,6 +22,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 PAGE_TOKENS = 2048
 """Tokens of the text that the page holds; the figures are of all that were read."""
 PROBABILITY_STEPS = 65535
+SHADE_PERCENT = 45
+"""Of colour, at most, behind a token; more would cost the contrast of its text."""
 
 FIGURES = (
     ("components_in_use", "components that win a token", 1, ""),
@@ -164,6 +166,7 @@ def payload(analysis: Analysis) -> dict[str, Any]:
     words, index = np.unique(table["shown"].to_numpy(dtype=str), return_inverse=True)
     documents = table["document"].to_numpy()
     return {
+        "shade": SHADE_PERCENT,
         "words": words.tolist(),
         "text": index.tolist(),
         "category": table["category"].tolist(),

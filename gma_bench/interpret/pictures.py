@@ -264,7 +264,7 @@ def _means(analysis: Analysis, layer: int, head: int) -> tuple[Figure, str]:
         axis.scatter([], [], s=22, color=NOBODY, label="wins no token")
     axis.scatter([], [], s=6, color=FAINT, label="routing vectors of the text")
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handletextpad=0.2)
-    axis.set_aspect("equal", adjustable="datalim")
+    axis.set_aspect("equal")
     axis.set_xlabel(f"first principal direction, {100 * explained[0]:.0f} % of the variance")
     axis.set_ylabel(f"second, {100 * explained[1]:.0f} %")
     return figure, (

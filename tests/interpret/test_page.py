@@ -15,7 +15,7 @@ import pytest
 
 from gma_bench.interpret import page, pictures
 from gma_bench.interpret.analysis import Analysis
-from gma_bench.report.palette import DARK, LIGHT, contrast
+from gma_bench.report.palette import DARK, LIGHT, SERIES_DARK, SERIES_LIGHT, contrast
 from tests.interpret.conftest import make_case
 
 if TYPE_CHECKING:
@@ -148,6 +148,15 @@ def test_what_the_page_holds_is_what_was_found(analysis: Analysis) -> None:
 def test_text_on_the_page_has_enough_contrast(colours: dict[str, str]) -> None:
     for name in ("ink", "faint", "link"):
         assert contrast(colours[name], colours["paper"]) >= 4.5
+    series = SERIES_LIGHT if colours is LIGHT else SERIES_DARK
+    parts = zip(channels(series[0]), channels(colours["paper"]), strict=True)
+    share = page.SHADE_PERCENT / 100
+    shaded = "#" + "".join(f"{round(share * a + (1 - share) * b):02x}" for a, b in parts)
+    assert contrast(colours["ink"], shaded) >= 4.5
+
+
+def channels(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
 
 
 # -- in a browser ------------------------------------------------------------------------------

@@ -180,7 +180,7 @@
     const head = current(), shares = tokens.map((_, i) => shareOf(head, i, state.component));
     const most = Math.max(...shares);
     tokens.forEach((token, i) => {
-      token.style.setProperty("--share", `${shares[i] ? (6 + 64 * (shares[i] / most) ** 2).toFixed(1) : 0}%`);
+      token.style.setProperty("--share", `${shares[i] ? (data.shade * (0.15 + 0.85 * (shares[i] / most) ** 2)).toFixed(1) : 0}%`);
     });
     $("shade").textContent = most ? `Shade: responsibility of component ${state.component}, at most ${most.toFixed(3)} here.`
       : `Component ${state.component} is among the leading ones of no token here.`;
