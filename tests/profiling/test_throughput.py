@@ -117,8 +117,8 @@ import json, sys, torch
 from gma_bench.config import compose
 from gma_bench.profiling import throughput
 config = compose(["task=throughput", "scale=mini", "task.device=cpu", "mixer=" + sys.argv[1],
-                  "task.lengths=[1024]", "task.contexts=[16384]", "task.components=[]", "task.backends={}",
-                  "task.cap_seconds=6", "task.block_ms=50", "cache_dir=" + sys.argv[2]])
+                  "task.lengths=[1024]", "task.contexts=[16384]", "task.components=[]", "task.backends.gma=[]",
+                  "task.cap_seconds=10", "task.block_ms=50", "cache_dir=" + sys.argv[2]])
 print(json.dumps(throughput.profile(config).rows))
 """
 
