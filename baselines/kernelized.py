@@ -46,18 +46,18 @@ def kernelized_attention(
             real = mask[:, None, :, None]
             features_k = torch.where(real, features_k, 0.0)
             values = torch.where(real, values, 0.0)
-        attend = _causal if causal else _bidirectional
-        out = attend(features_q, features_k, values, eps, chunk_size)
+        # A value of one in every key adds the weights up: the denominator is one more column.
+        values = F.pad(values, (0, 1), value=1.0)
+        if causal:
+            sums = _causal_sums(features_q, features_k, values, chunk_size)
+        else:
+            sums = features_q @ (features_k.transpose(-1, -2) @ values)
+        out = sums[..., :-1] / (sums[..., -1:] + eps)
     return out.to(v.dtype)
 
 
-def _bidirectional(q: Tensor, k: Tensor, v: Tensor, eps: float, _chunk_size: int) -> Tensor:
-    state = k.transpose(-1, -2) @ v  # (B, H, D, d_v)
-    mass = k.sum(-2).unsqueeze(-1)  # (B, H, D, 1)
-    return (q @ state) / (q @ mass + eps)
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, eps: float, chunk_size: int) -> Tensor:
+def _causal_sums(q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Tensor:
+    """``Σ_{j≤i} (q_i·k_j) v_j``."""
     n = q.shape[-2]
     chunk_size = min(chunk_size, n)
     padding = -n % chunk_size
@@ -65,11 +65,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, eps: float, chunk_size: int) -> Ten
         q, k, v = (F.pad(t, (0, 0, 0, padding)) for t in (q, k, v))
     q, k, v = (t.unflatten(2, (-1, chunk_size)) for t in (q, k, v))  # (B, H, T, C, ·)
     affinity = (q @ k.transpose(-1, -2)).tril()  # (B, H, T, C, C)
-    state = before(k.transpose(-1, -2) @ v)  # (B, H, T, D, d_v)
-    mass = before(k.sum(-2).unsqueeze(-1))  # (B, H, T, D, 1)
-    numerator = affinity @ v + q @ state
-    denominator = affinity.sum(-1, keepdim=True) + q @ mass
-    return (numerator / (denominator + eps)).flatten(2, 3)[:, :, :n]
+    state = before(k.transpose(-1, -2) @ v)  # (B, H, T, D, d_v + 1)
+    return (affinity @ v + q @ state).flatten(2, 3)[:, :, :n]
 
 
 def before(x: Tensor) -> Tensor:
