@@ -131,7 +131,6 @@ class Keys:
     ) -> None:
         """Gradient for the keys into ``target (H, g, n, d_r)``, given that of their logits."""
         grad_logits = self.clear_padding(grad_logits.view(self.gamma.shape))
-        gradients.constant += grad_logits.sum(1)
         gradients.backward(grad_logits, self.x, self.features, target)
 
 
@@ -174,10 +173,10 @@ class Memory:
     """What the queries of a group read: ``U = Ṽ / (Z + ε)`` weighted by ``Z + ε``."""
 
     def __init__(
-        self, mixture: Mixture, written: Tensor, mass: Tensor, group: Group, eps: float
+        self, written: Tensor, mass: Tensor, group: Group, eps: float
     ) -> None:
         scale = mass[group].transpose(0, 1).add(eps)  # (H, g, K)
-        self.bias = mixture.constant + scale.log().unsqueeze(2)  # (H, g, 1, K)
+        self.log_weight = scale.log().unsqueeze(2)  # (H, g, 1, K)
         self.scale = scale.flatten(0, 1).unsqueeze(-1)  # (H·g, K, 1)
         self.values = merge(written[group]) / self.scale  # (H·g, K, d_v)
 
@@ -187,12 +186,12 @@ def read(q: Tensor, written: Tensor, mass: Tensor, mixture: Mixture, eps: float,
     size, tokens = plan(q)
     near = mixture.is_near(q)
     for group in groups(len(q), size):
-        memory = Memory(mixture, written, mass, group, eps)
+        memory = Memory(written, mass, group, eps)
         count = group.stop - group.start
         source, target = by_head(q, group), by_head(out, group)
         for span in spans(q.shape[2], tokens):
             x = take(source, span, mixture.dtype)
-            weights, _ = mixture.responsibilities(x, memory.bias, near)
+            weights, _ = mixture.responsibilities(x, memory.log_weight, near)
             put(target, span, torch.bmm(per_sequence(weights, count), memory.values))
 
 
@@ -207,18 +206,20 @@ def read_backward(
     size, tokens = plan(q)
     near = mixture.is_near(q)
     for group in groups(len(q), size):
-        memory = Memory(mixture, written, mass, group, eps)
+        memory = Memory(written, mass, group, eps)
         count = group.stop - group.start
         grad_values = torch.zeros_like(memory.values)
         grad_bias = grad_values.new_zeros(grad_values.shape[:2])  # (H·g, K)
         source, upstream, target = (by_head(t, group) for t in (q, grad_out, grad_q))
         for span in spans(q.shape[2], tokens):
             x = take(source, span, mixture.dtype)
-            weights, features = mixture.responsibilities(x, memory.bias, near)
+            weights, features = mixture.responsibilities(x, memory.log_weight, near)
             weights = per_sequence(weights, count)
             grad = per_sequence(take(upstream, span, mixture.dtype), count)
             grad_values.baddbmm_(weights.transpose(1, 2), grad)
             grad_logits = torch.bmm(grad, memory.values.transpose(1, 2))
+            # twice: where one weight is nearly 1 its gradient is what rounding leaves of the rest
+            grad_logits.sub_(dot(grad_logits, weights))
             softmax_backward(grad_logits, weights)
             del weights
             grad_bias += grad_logits.sum(1)
@@ -226,7 +227,6 @@ def read_backward(
                 grad_logits.view(*x.shape[:2], -1), x, features, target[:, :, span]
             )
         grad_bias = grad_bias.view(-1, count, grad_bias.shape[-1])
-        gradients.constant += grad_bias.sum(1)
         grad_scale = grad_bias - dot(grad_values, memory.values).view(grad_bias.shape)
         grad_mass[group] = (grad_scale / memory.scale.view(grad_bias.shape)).transpose(0, 1)
         by_head(grad_written, group).copy_(
@@ -291,7 +291,6 @@ def responsibilities_backward(grad: Tensor, x: Tensor, gradients: MixtureGradien
             gamma, features = mixture.responsibilities(block, near=near)
             grad_logits = take(upstream, span, mixture.dtype).clone()
             softmax_backward(grad_logits, gamma)
-            gradients.constant += grad_logits.sum(1)
             gradients.backward(grad_logits, block, features, target[:, :, span])
     return grad_x
 
@@ -403,7 +402,6 @@ def causal_backward(
             grad_values = back.grad_values().view(keys.values.shape)
             put(target_v, span, keys.clear_padding(grad_values))
             grad_logits = back.grad_query_logits().view(block.query_gamma.shape)
-            gradients.constant += grad_logits.sum(1)
             gradients.backward(grad_logits, x, block.query_features, target_q[:, :, span])
             keys.backward(back.grad_key_logits(), gradients, target_k[:, :, span])
             later, later_mass = back.earlier_state, back.earlier_mass

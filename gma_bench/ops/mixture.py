@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-SAFE_MAGNITUDE = 8.0
-"""Sum of the terms of a logit (in nats) up to which float32 loses nothing that the direct form keeps."""
+SAFE_MAGNITUDE = 4.0
+"""Sum of the terms of a logit up to which float32 keeps all that the direct form keeps."""
 
 SAFE_RATIO = 3.0
-"""How many times the logit itself the terms may sum to, beyond ``SAFE_MAGNITUDE``."""
+"""How many times the logit its terms may sum to beyond that."""
+
+LARGEST_MAGNITUDE = 256.0
+"""Sum of the terms from which on a matrix product adds up worse than the direct form does."""
 
 
 def is_true(condition: Tensor) -> bool:
@@ -68,13 +71,13 @@ class Mixture:
         return is_true(length * length * reach + self.norm.amax() <= 2 * SAFE_MAGNITUDE)
 
     def responsibilities(
-        self, x: Tensor, bias: Tensor | None = None, near: bool = True
+        self, x: Tensor, log_weight: Tensor | None = None, near: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Posteriors of a block and what their gradients are made of.
 
         Args:
             x: ``(H, g·n, d_r)``, n tokens of g sequences for each head.
-            bias: ``(H, g, 1, K)``, in place of the constant of the logits.
+            log_weight: ``(H, g, 1, K)``, added to the logits.
             near: whether :meth:`is_near` holds, so that no block needs a closer look.
 
         Returns:
@@ -82,29 +85,29 @@ class Mixture:
         """
         features = torch.cat((x.square(), x), -1)
         gamma = torch.bmm(features, self.matrix)
-        bias = self.constant if bias is None else bias
+        logits = None if near else gamma.clone()
+        bias = self.constant if log_weight is None else self.constant + log_weight
         gamma.view(*bias.shape[:2], -1, gamma.shape[-1]).add_(bias)
         torch.softmax(gamma, -1, out=gamma)
-        if near or self.is_accurate(features, gamma):
+        if logits is None or self.is_accurate(features, logits, gamma):
             return gamma, features
-        # not self.constant: the bias of a caller is what it is, the constant wants all its digits
-        bias = self.wide.constant + (bias.double() - self.constant.double())
-        gamma, features = self.wide.responsibilities(x.double(), bias)
+        del features, logits, gamma
+        gamma, features = self.wide.responsibilities(
+            x.double(), None if log_weight is None else log_weight.double()
+        )
         return gamma.to(self.dtype), features
 
-    def is_accurate(self, features: Tensor, gamma: Tensor) -> bool:
-        """Whether the logits of a block cancel no more than the direct form does.
+    def is_accurate(self, features: Tensor, logits: Tensor, gamma: Tensor) -> bool:
+        """Whether the logits of a block (less their constant) lose no more than the direct form does.
 
-        The terms of a logit sum to S and the logit itself to −m (constants apart). An error in
-        it counts as far as its component is used.
+        The terms of a logit sum to S and the logit itself to −m. An error in it counts as far as
+        its component is used.
         """
         width = features.shape[-1] // 2
-        terms = self.matrix.clone()
-        terms[:, :width] *= SAFE_RATIO - 1
-        terms[:, width:] *= SAFE_RATIO
-        excess = torch.baddbmm(  # S − SAFE_RATIO · m
-            (0.5 * (1 - SAFE_RATIO) * self.norm).unsqueeze(1), features, terms
-        )
+        half_norm = 0.5 * self.norm.unsqueeze(1)
+        magnitude = torch.baddbmm(half_norm, features[..., :width], self.matrix[:, :width], alpha=-1)
+        excess = logits.sub_(half_norm).mul_(SAFE_RATIO).add_(magnitude)  # S − SAFE_RATIO · m
+        torch.maximum(excess, magnitude.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
         return is_true(excess.mul_(gamma).amax() <= SAFE_MAGNITUDE)
 
 
@@ -115,13 +118,10 @@ class MixtureGradients:
         heads, width, components = mixture.matrix.shape
         self.mixture = mixture
         self.matrix = mixture.matrix.new_zeros(heads, components, width)  # Σ_n dL [x², x]
-        self.constant = mixture.matrix.new_zeros(heads, components)  # Σ_n dL
+        self.constant = mixture.matrix.new_zeros(heads, components, dtype=torch.float64)  # Σ_n dL
 
     def backward(self, grad_logits: Tensor, x: Tensor, features: Tensor, target: Tensor) -> None:
-        """Add a block's ``dL (H, g·n, K)``, write its gradient for x into ``target (H, g, n, d_r)``.
-
-        The sum of ``dL`` itself is the caller's to add to ``constant``.
-        """
+        """Add a block's ``dL (H, g·n, K)``, write its gradient for x into ``target (H, g, n, d_r)``."""
         mixture = self.mixture
         if features.dtype != mixture.dtype:
             mixture, grad_logits, x = mixture.wide, grad_logits.double(), x.double()
@@ -130,6 +130,7 @@ class MixtureGradients:
             self.matrix.baddbmm_(grad_logits.transpose(1, 2), features)
         else:  # an earlier block was wide, this one is not
             self.matrix += torch.bmm(grad_logits.transpose(1, 2), features)
+        self.constant += grad_logits.sum(1)
         grad = torch.bmm(grad_logits, mixture.matrix.transpose(1, 2), out=features)
         square, linear = grad.view(*target.shape[:-1], -1).chunk(2, -1)
         same = target.dtype == grad.dtype
