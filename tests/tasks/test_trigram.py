@@ -1,9 +1,16 @@
-"""An interpolated trigram language model, the oracle that a language model has to beat."""
+"""An interpolated trigram language model: the oracle that GMA's and SDPA's have to beat."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 from numpy.typing import NDArray
+
+from gma_bench.cell import identify
+from gma_bench.config import compose
+from gma_bench.training import build_task, train
 
 ITERATIONS = 30
 BUCKETS = 8
@@ -73,3 +80,39 @@ def _look_up(table: tuple[Ids, Ids], keys: Ids) -> Ids:
     known, counts = table
     places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
     return np.where(known[places] == keys, counts[places], 0)
+
+
+def test_probabilities_after_any_history_sum_to_one() -> None:
+    random = np.random.default_rng(0)
+    train_ids = random.zipf(1.5, 5000) % 19 + 1
+    model = Trigram(train_ids, random.zipf(1.5, 500) % 19 + 1, 20)
+    for history in ([1, 2], [7, 7], [19, 18]):
+        parts, bucket = model._components(np.asarray([[*history, t] for t in range(1, 20)]).ravel())
+        each = (model.weights[bucket] * parts).sum(1)[::3]  # windows of three that are histories
+        assert each.sum() == pytest.approx(1.0)
+
+
+def test_it_finds_the_order_that_is_in_the_data() -> None:
+    random = np.random.default_rng(0)
+    noise = random.integers(1, 11, 20_000)
+    cycle = np.tile([1, 2, 1, 3, 2, 3], 3000)  # two tokens of history tell the next, one does not
+    assert Trigram(noise, noise[:500], 11).perplexity(noise[10_000:]) > 8.5
+    assert Trigram(cycle, cycle[:500], 11).perplexity(cycle) < 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["gma", "sdpa"])
+def test_language_models_beat_it_on_wikitext(
+    shared_data: Path, tmp_path: Path, cache_dir: Path, mixer: str
+) -> None:
+    """The committed experiment, on the same tokens, with weights fitted to the held-out articles."""
+    config = compose(
+        ["+experiment=wikitext", f"mixer={mixer}", f"task.data_dir={shared_data / 'wikitext'}",
+         "trainer=cpu", "logger=none", f"results_dir={tmp_path}", f"cache_dir={cache_dir}"]
+    )  # fmt: skip
+    identify(config)
+    task = build_task(config)
+    ids = {split: data.stream[:].astype(np.int64) for split, data in task.data.items()}  # type: ignore[attr-defined]
+    trigram = Trigram(ids["train"], ids["test"], task.vocab_size).perplexity(ids["val"])
+    perplexity = train(config).metrics["val"]["perplexity"]
+    assert perplexity < trigram, f"{mixer} {perplexity:.1f}, trigram {trigram:.1f}"
