@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gma_bench.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
-from gma_bench.errors import SettingError
+from gma_bench.errors import SettingError, UserError
 from gma_bench.mixer import state_bytes
 from gma_bench.model import SequenceModel, build_model, count_parameters
 from gma_bench.results import Outcome
@@ -60,16 +61,21 @@ def build_task(config: DictConfig) -> Task:
             f"training.batch_size={world_size * training.accumulate * 8}",
         )  # fmt: skip
     own = {k: v for k, v in config.task.items() if k not in NOT_TASK_ARGUMENTS}
-    task: Task = instantiate(
-        own,
-        batch_size=training.batch_size // training.accumulate,
-        eval_batch_size=training.eval_batch_size,
-        num_batches=training.steps * training.accumulate,
-        num_workers=training.num_workers,
-        order_seed=config.seed,
-        bucket_by_length=training.bucket_by_length,
-        cache_dir=config.cache_dir,
-    )
+    try:
+        task: Task = instantiate(
+            own,
+            batch_size=training.batch_size // training.accumulate,
+            eval_batch_size=training.eval_batch_size,
+            num_batches=training.steps * training.accumulate,
+            num_workers=training.num_workers,
+            order_seed=config.seed,
+            bucket_by_length=training.bucket_by_length,
+            cache_dir=config.cache_dir,
+        )
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):  # the task's own words, not Hydra's around them
+            raise error.__cause__ from None
+        raise
     task.prepare_data()
     task.setup("fit")
     return task

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from gma_bench.errors import SettingError, UserError
 from tasks.parallel import available_cores, ordered_map
+from tasks.sources import stay_offline_without_network
 
 if TYPE_CHECKING:
     import tokenizers
@@ -234,6 +235,7 @@ class Gpt2Tokenizer(BytePairTokenizer):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         if folder is None:
+            stay_offline_without_network()
             try:
                 return cls(Tokenizer.from_pretrained(GPT2))
             except Exception as error:  # the client raises plain Exception

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from gma_bench.errors import SettingError, UserError
+from tasks import sources
 from tasks.sources import hub_source
 from tasks.text import SPLITS, Text, proportional_order
 
@@ -277,3 +279,33 @@ def test_shared_reviews_are_read_whole(shared_data: Path, tmp_path: Path) -> Non
     described = task.description()["splits"]
     assert set(described) == set(SPLITS)
     assert described["val"]["class_shares"]["1"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize(("resolves", "proxy"), [(False, False), (True, False), (False, True)])
+def test_the_hub_s_client_goes_offline_only_where_no_name_resolves(
+    monkeypatch: pytest.MonkeyPatch, resolves: bool, proxy: bool
+) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    def look_up(*args: Any) -> list[Any]:
+        if not resolves:
+            raise OSError("Name or service not known")
+        return []
+
+    monkeypatch.setattr(sources.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(sources, "getproxies", lambda: {"https": "http://proxy"} if proxy else {})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    sources.stay_offline_without_network()
+    offline = not resolves and not proxy
+    assert constants.HF_HUB_OFFLINE is offline
+    assert datasets.config.HF_HUB_OFFLINE is offline
+
+
+def test_splits_reach_loader_processes_as_paths(tmp_path: Path) -> None:
+    task = make(tmp_path, data_dir=str(write_folder(tmp_path / "data")))
+    assert task.data["train"][3]  # mapped here
+    sent = pickle.dumps(task.data["train"].text)
+    assert len(sent) < 1000
+    assert (pickle.loads(sent)[:] == task.data["train"].text[:]).all()
