@@ -256,7 +256,7 @@ def _select(config: DictConfig, key: str) -> Any:
 IDENTITY = ("task", "mixer", "model", "training", "trainer")
 NOT_IDENTITY = {
     "training": ("checkpoint_minutes", "num_workers", "log_every"),
-    "task": ("data_dir",),
+    "task": ("data_dir", "checkpoint"),
 }
 
 
@@ -275,11 +275,12 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         values = OmegaConf.to_container(config[node], resolve=True)
         assert isinstance(values, dict)
         plain[node] = {str(k): v for k, v in values.items() if k not in NOT_IDENTITY.get(node, ())}
-    data_dir = _select(config, "task.data_dir")
-    if data_dir:
-        if not Path(data_dir).exists():
-            raise SettingError("task.data_dir", data_dir, "no such folder", "task.source=embedded")
-        plain["task"]["data_dir_sha256"] = sha256_tree(data_dir)
+    for key, fix in (("data_dir", "task.source=embedded"), ("checkpoint", "task.checkpoint=null")):
+        path = _select(config, f"task.{key}")
+        if path:
+            if not Path(path).exists():
+                raise SettingError(f"task.{key}", path, "no such file or folder", fix)
+            plain["task"][f"{key}_sha256"] = sha256_tree(path)
     return plain
 
 

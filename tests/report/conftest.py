@@ -191,7 +191,7 @@ def interpretability(seed: int, scale: str = "mini") -> Record:
         "num_components": 64, "components_in_use": 52 + seed, "usage_entropy": 0.93,
         "components_in_use_fraction": (52 + seed) / 64, "nmi": nmi, "nmi_low": nmi - 0.02,
         "nmi_high": nmi + 0.02, "nmi_permuted": 0.031, "ami": nmi - 0.03, "affinity_rank_max": 61, "affinity_length": 256,
-        "affinity_min": 0.0, "gradient_norm_max": 1.9, "gradient_norm_initial": 0.8,
+        "affinity_min": 0.0, "gradient_norm_max": 1.9, "gradient_norm_other_max": 2.5, "gradient_nonfinite_steps": 0, "gradient_norm_initial": 0.8,
         "lipschitz_empirical": 0.4, "lipschitz_bound": 2.2,
     }  # fmt: skip
     return record(

@@ -96,7 +96,9 @@ def affinity(synthetic, rank, least, length=256):
 
 
 def gradients(synthetic, most):
-    return interpretability(synthetic, gradient_norm_max=most, gradient_norm_initial=2.0)
+    return interpretability(
+        synthetic, gradient_norm_max=most, gradient_norm_other_max=20.0, gradient_nonfinite_steps=0
+    )
 
 
 def lipschitz(synthetic, empirical, bound=5.0):
