@@ -33,7 +33,10 @@ test: .venv/.ready ## the tests, without the slow ones
 	@$(BIN)/python -m pytest
 
 test-all: .venv/.ready ## the tests, slow ones too
-	@$(BIN)/python -m pytest -m "slow or not slow"
+	@$(BIN)/python -m pytest -m "not timing"
+
+test-timing: .venv/.ready ## the tests that compare times; on a quiet machine only
+	@$(BIN)/python -m pytest -m timing
 
 lint: .venv/.ready ## ruff, mypy, and an audit of the dependencies
 	@$(BIN)/ruff check .
@@ -51,4 +54,4 @@ clean: ## remove caches and build products; results and .venv stay
 	@rm -rf .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find gma_bench tasks baselines tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help reproduce report scaling test test-all lint bench lock clean
+.PHONY: help reproduce report scaling test test-all test-timing lint bench lock clean

@@ -123,7 +123,7 @@ print(json.dumps(throughput.profile(config).rows))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize("mixer", ["gma", "linear_transformer"])
 def test_ratios_agree_in_a_second_process(mixer: str, tmp_path: Any) -> None:
     def ratios() -> dict[str, float]:
