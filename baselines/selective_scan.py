@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 SEGMENT_ELEMENTS = 2**22
 """Hidden states (positions × channels × state size) that are held at once; bounds the memory."""
 
@@ -34,7 +36,7 @@ def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Te
     dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
         x, dt, a, b, c = (t.to(dtype) for t in (x, dt, a, b, c))
-        return _scan(dt * x, dt, a.t().contiguous(), b, c)
+        return torch.ops.gma_bench.selective_scan(dt * x, dt, a.t().contiguous(), b, c)[0]
 
 
 class _Segment(NamedTuple):
@@ -46,58 +48,107 @@ class _Segment(NamedTuple):
     c: Tensor  # (C, B, T, S, 1)
 
 
-class _SelectiveScan(torch.autograd.Function):
-    """Inputs ``u = Δx`` and ``dt`` (B, N, D), ``a`` (S, D), ``b`` and ``c`` (B, N, S)."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        carry = u.new_zeros(u.shape[0], *a.shape)
-        outputs, starts = [], []
-        decays = None
-        for s in _segments(u, dt, b, c, state_size=a.shape[0]):
-            decays = _decays(s, a, decays)
-            start, carry = _chunk_starts(s, a, decays, carry)
-            h, ys = start.clone(), []
-            for t in range(len(s.u)):
-                h.mul_(decays[t]).addcmul_(s.b[t], s.u[t])
-                ys.append((s.c[t].transpose(-1, -2) @ h).squeeze(-2))
-            outputs.append(_in_order(ys))
-            starts.append(start)
-        ctx.save_for_backward(u, dt, a, b, c, *starts)
-        return torch.cat(outputs, 1)[:, : u.shape[1]]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        u, dt, a, b, c, *starts = ctx.saved_tensors
-        segments = list(_segments(u, dt, b, c, state_size=a.shape[0]))
-        grads_y = [s.u for s in _segments(grads[0], dt, b, c, state_size=a.shape[0])]
-        carry = u.new_zeros(u.shape[0], *a.shape)
-        grad_a, pieces = torch.zeros_like(a), []
-        decays = states = None
-        for s, start, grad_y in zip(segments[::-1], starts[::-1], grads_y[::-1], strict=True):
-            decays = _decays(s, a, decays)
-            states = _states(s, start, decays, states)
-            carries, carry = _chunk_carries(s, a, grad_y, decays, carry)
-            piece, grad_a_s = _segment_gradients(s, a, grad_y, decays, states, carries)
-            grad_a += grad_a_s
-            pieces.append(piece)
-        du, ddt, db, dc = (
-            torch.cat(parts[::-1], 1)[:, : u.shape[1]] for parts in zip(*pieces, strict=True)
-        )
-        return du, ddt, grad_a, db, dc
+def scan_body(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs ``(B, N, D)`` and the state before each chunk ``(B, T, S, D)``, for ``a (S, D)``."""
+    carry = u.new_zeros(u.shape[0], *a.shape)
+    outputs, starts = [], []
+    decays = None
+    for s in _segments(u, dt, b, c, state_size=a.shape[0]):
+        decays = _decays(s, a, decays)
+        start, carry = _chunk_starts(s, a, decays, carry)
+        h, ys = start.clone(), []
+        for t in range(len(s.u)):
+            h.mul_(decays[t]).addcmul_(s.b[t], s.u[t])
+            ys.append((s.c[t].transpose(-1, -2) @ h).squeeze(-2))
+        outputs.append(_in_order(ys))
+        starts.append(start)
+    return torch.cat(outputs, 1)[:, : u.shape[1]].contiguous(), torch.cat(starts, 1)
 
 
-# Traced by AOTAutograd when compiled, not by Dynamo, which stops at the in-place updates.
-_scan = torch.compiler.allow_in_graph(_SelectiveScan.apply)
+def scan_backward_body(
+    grad: Tensor, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, starts: Tensor
+) -> Five:
+    """Gradients of u, dt, a, b and c; the states between those kept are computed again."""
+    segments = list(_segments(u, dt, b, c, state_size=a.shape[0]))
+    grads_y = [s.u for s in _segments(grad, dt, b, c, state_size=a.shape[0])]
+    kept = starts.split([s.u.shape[2] for s in segments], 1)
+    carry = u.new_zeros(u.shape[0], *a.shape)
+    grad_a, pieces = torch.zeros_like(a), []
+    decays = states = None
+    for s, start, grad_y in zip(segments[::-1], kept[::-1], grads_y[::-1], strict=True):
+        decays = _decays(s, a, decays)
+        states = _states(s, start, decays, states)
+        carries, carry = _chunk_carries(s, a, grad_y, decays, carry)
+        piece, grad_a_s = _segment_gradients(s, a, grad_y, decays, states, carries)
+        grad_a += grad_a_s
+        pieces.append(piece)
+    du, ddt, db, dc = (
+        torch.cat(parts[::-1], 1)[:, : u.shape[1]].contiguous()
+        for parts in zip(*pieces, strict=True)
+    )
+    return du, ddt, grad_a, db, dc
 
 
-def _segments(u: Tensor, dt: Tensor, b: Tensor, c: Tensor, state_size: int) -> Iterator[_Segment]:
-    batch, n, width = u.shape
+# Operators of torch's library, so that compilers and fake tensors see one node and not its steps.
+_define: Any = torch.library.custom_op
+_scan_op = _define("gma_bench::selective_scan", scan_body, mutates_args=())
+_scan_backward_op = _define(
+    "gma_bench::selective_scan_backward", scan_backward_body, mutates_args=()
+)
+
+
+@_scan_op.register_fake
+def _(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    chunks = sum(n for _, _, n in _cuts(u.shape, a.shape[0]))
+    return u.new_empty(u.shape), u.new_empty(u.shape[0], chunks, *a.shape)
+
+
+@_scan_backward_op.register_fake
+def _(grad: Tensor, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, starts: Tensor) -> Five:
+    return tuple(t.new_empty(t.shape) for t in (u, dt, a, b, c))  # type: ignore[return-value]
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    return torch.ops.gma_bench.selective_scan_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+_scan_op.register_autograd(_grad, setup_context=_setup)
+
+
+@register_flop_formula(torch.ops.gma_bench.selective_scan)
+def _flops(u: Any, dt: Any, a: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """The read ``C·h``, the scan's one product; two operations a multiply-add."""
+    return 2 * u[0] * u[1] * u[2] * a[0]
+
+
+@register_flop_formula(torch.ops.gma_bench.selective_scan_backward)
+def _backward_flops(
+    grad: Any, u: Any, dt: Any, a: Any, *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    """Three products: the gradients of u, b and c."""
+    return 3 * 2 * u[0] * u[1] * u[2] * a[0]
+
+
+def _cuts(shape: torch.Size, state_size: int) -> Iterator[tuple[int, int, int]]:
+    """First position, chunk length and number of chunks of each segment."""
+    batch, n, width = shape
     positions = max(1, min(n, SEGMENT_ELEMENTS // (batch * width * state_size)))
     chunk = max(1, round(positions**0.5))
     chunks = -(-positions // chunk)
     for first in range(0, n, chunk * chunks):
-        length = min(chunk * chunks, n - first)
+        yield first, chunk, -(-min(chunk * chunks, n - first) // chunk)
+
+
+def _segments(u: Tensor, dt: Tensor, b: Tensor, c: Tensor, state_size: int) -> Iterator[_Segment]:
+    for first, chunk, chunks in _cuts(u.shape, state_size):
+        length = min(chunk * chunks, u.shape[1] - first)
         # Padding has Δ = 0, so it hands the state on as it is.
         parts = (
             F.pad(t[:, first : first + length], (0, 0, 0, -length % chunk))
