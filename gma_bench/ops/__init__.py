@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 from torch import Tensor
 
-from gma_bench.ops import chunked, reference  # noqa: F401 (chunked registers the operators)
+from gma_bench.ops import chunked, fused, reference  # noqa: F401 (chunked registers operators)
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
+
+LOGITS = "ieee"
+"""Precision of the products behind the kernels' logits: full float32, no tf32."""
 
 
 def responsibilities(x: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor) -> Tensor:
@@ -74,12 +80,25 @@ def gma(
         return reference.gma(*arguments, causal=causal, key_mask=key_mask, eps=eps)
     if backend == "chunked":
         return torch.ops.gma_bench.gma(*arguments, key_mask, causal, eps)[0]
+    if backend == "triton":
+        if reason := fused.why_not(q, v, means):
+            raise ValueError(f"backend='triton': {reason}; backend='chunked' takes any input")
+        if not has_triton():
+            raise ValueError("backend='triton': triton is not installed (pip install triton)")
+        return torch.ops.gma_bench.gma_fused(*arguments, key_mask, causal, eps, LOGITS)[0]
     raise ValueError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
 
 
 def choose_backend(q: Tensor, v: Tensor, means: Tensor) -> str:
-    """What ``backend="auto"`` takes for these inputs."""
-    return "chunked"
+    """What ``backend="auto"`` takes for these inputs: the kernels on a GPU that they fit."""
+    on_gpu = q.device.type == "cuda" and has_triton()
+    return "triton" if on_gpu and fused.why_not(q, v, means) is None else "chunked"
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton can be imported; does not import it."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _check_mixture(x: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor) -> None:

@@ -157,7 +157,8 @@ def _responsibilities_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.gma_bench.responsibilities_backward(grad, *ctx.saved_tensors)
 
 
-def _refuse(ctx: Any, *grads: Tensor) -> None:
+def refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
+    """Autograd of an operator that is a backward itself."""
     raise RuntimeError(
         "gma has no second derivative outside backend='reference'; use that with create_graph=True"
     )
@@ -167,8 +168,8 @@ gma_op.register_autograd(_gma_grad, setup_context=_gma_setup)
 responsibilities_op.register_autograd(
     _responsibilities_grad, setup_context=_responsibilities_setup
 )
-gma_backward_op.register_autograd(_refuse)
-responsibilities_backward_op.register_autograd(_refuse)
+gma_backward_op.register_autograd(refuse_double_backward)
+responsibilities_backward_op.register_autograd(refuse_double_backward)
 
 
 # ---------------------------------------------------------------- FLOPs of the matrix products
