@@ -80,7 +80,7 @@ def responsibilities(
             difference = column[:, None] - mean[None, :]
             logits -= difference * difference * half[None, :]
     else:
-        for start in tl.static_range(0, WIDTH, WIDTH_TILE):
+        for start in range(0, WIDTH, WIDTH_TILE):
             columns = start + tl.arange(0, WIDTH_TILE)
             block = tile(x, stride, rows, columns, num_rows, width)
             first = tl.trans(tile(linear, width, slots, columns, components, width))
@@ -128,7 +128,7 @@ def logits_backward(
             tl.store(grad_square + slots * width + i, second, mask=present)
     else:
         turned = tl.trans(grad)
-        for start in tl.static_range(0, WIDTH, WIDTH_TILE):
+        for start in range(0, WIDTH, WIDTH_TILE):
             columns = start + tl.arange(0, WIDTH_TILE)
             block = tile(x, stride, rows, columns, num_rows, width)
             first = tile(linear, width, slots, columns, components, width)

@@ -1,0 +1,77 @@
+"""Inputs of GMA, and how far two evaluations of it are apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gma_bench.ops import gma
+
+
+class Case(NamedTuple):
+    """Arguments of :func:`gma_bench.ops.gma`, in float64."""
+
+    tensors: tuple[Tensor, ...]  # q, k, v, means, variances, log_priors
+    key_mask: Tensor | None = None
+    causal: bool = False
+
+
+def make(
+    batch: int = 2, heads: int = 2, n: int = 37, m: int | None = None, components: int = 8,
+    width: int = 8, value_width: int = 8, *, causal: bool = False, masked: bool = False,
+    by_token: bool = False, seed: int = 0,
+) -> Case:
+    """Gaussian tokens and means, variances from 0.2 to 8.2; the first row of a mask is all padding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def tokens(length: int, size: int) -> Tensor:
+        if by_token:  # as a projection leaves them: heads within a token
+            return randn(batch, length, heads, size).transpose(1, 2)
+        return randn(batch, heads, length, size)
+
+    m = n if m is None else m
+    mask = None
+    if masked:
+        mask = torch.rand(batch, m, generator=generator) > 0.4
+        if batch > 1:
+            mask[0] = False
+    shape = heads, components, width
+    variances = torch.rand(shape, generator=generator, dtype=torch.float64) * 8 + 0.2
+    return Case(
+        (tokens(n, width), tokens(m, width), tokens(m, value_width), randn(*shape), variances,
+         randn(heads, components).log_softmax(-1)), mask, causal,
+    )  # fmt: skip
+
+
+def evaluate(
+    case: Case, backend: str, dtype: torch.dtype, grad_out: Tensor | None = None,
+    token_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Output and the gradients of the six tensors, in float64.
+
+    ``grad_out`` is drawn from a fixed seed unless given; ``token_dtype`` is that of q, k and v
+    where it differs from that of the parameters.
+    """
+    token_dtype = token_dtype or dtype
+    leaves = [
+        t.to(token_dtype if i < 3 else dtype).requires_grad_() for i, t in enumerate(case.tensors)
+    ]
+    out = gma(*leaves, causal=case.causal, key_mask=case.key_mask, backend=backend)
+    if grad_out is None:
+        generator = torch.Generator().manual_seed(1)
+        grad_out = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    grads = torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
+    return [t.detach().double() for t in (out, *grads)]
+
+
+def errors(got: list[Tensor], want: list[Tensor]) -> list[float]:
+    """Largest difference of each tensor, relative to the largest entry that is expected of it."""
+    return [
+        float((a - b).abs().max() / b.abs().max().clamp(min=1e-300))
+        for a, b in zip(got, want, strict=True)
+    ]
