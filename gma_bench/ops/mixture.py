@@ -32,6 +32,14 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``; what float64 holds and float32 would call infinite becomes its largest."""
+    if x.dtype == torch.float64 and dtype != torch.float64:
+        largest = torch.finfo(torch.float32).max
+        x = x.clamp(-largest, largest)
+    return x.to(dtype)
+
+
 class Mixture:
     """Parameters of the H mixtures, prepared once for many blocks of tokens.
 
@@ -138,7 +146,7 @@ class MixtureGradients:
             linear, square, x.view(target.shape), value=2, out=target if same else None
         )
         if not same:
-            target.copy_(grad_x)
+            target.copy_(narrow(grad_x, self.mixture.dtype))
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of means, variances and log priors, in the dtypes of these."""
@@ -151,7 +159,7 @@ class MixtureGradients:
         second = square.sub_(linear.add_(first).mul_(mean))  # Σ dL (x − μ)²
         grad_variances = second.mul_(precision).sub_(total).mul_(precision).mul_(0.5)
         return (
-            first.mul_(precision).to(means.dtype),
-            grad_variances.to(variances.dtype, copy=True, memory_format=torch.contiguous_format),
-            self.constant.to(log_priors.dtype),
+            narrow(first.mul_(precision), means.dtype),
+            narrow(grad_variances, variances.dtype).clone(memory_format=torch.contiguous_format),
+            narrow(self.constant, log_priors.dtype),
         )
