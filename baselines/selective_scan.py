@@ -62,7 +62,7 @@ def scan_body(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[T
             ys.append((s.c[t].transpose(-1, -2) @ h).squeeze(-2))
         outputs.append(_in_order(ys))
         starts.append(start)
-    return torch.cat(outputs, 1)[:, : u.shape[1]].contiguous(), torch.cat(starts, 1)
+    return _without_padding(outputs, u.shape[1]), torch.cat(starts, 1)
 
 
 def scan_backward_body(
@@ -83,10 +83,14 @@ def scan_backward_body(
         grad_a += grad_a_s
         pieces.append(piece)
     du, ddt, db, dc = (
-        torch.cat(parts[::-1], 1)[:, : u.shape[1]].contiguous()
-        for parts in zip(*pieces, strict=True)
+        _without_padding(list(parts[::-1]), u.shape[1]) for parts in zip(*pieces, strict=True)
     )
     return du, ddt, grad_a, db, dc
+
+
+def _without_padding(parts: list[Tensor], n: int) -> Tensor:
+    whole = torch.cat(parts, 1)
+    return whole if whole.shape[1] == n else whole[:, :n].clone()  # an output owns its storage
 
 
 # Operators of torch's library, so that compilers and fake tensors see one node and not its steps.

@@ -37,7 +37,9 @@ def _cell(value: object) -> str:
 def main() -> None:
     """Measure one benchmark after another."""
     options = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
-    options.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(NAMES)}; all of them by default")
+    options.add_argument(
+        "names", nargs="*", metavar="name", help=f"of {', '.join(NAMES)}; all of them by default"
+    )
     options.add_argument("--out", type=Path, default=Path("results/bench.json"))
     chosen = options.parse_args()
     if unknown := set(chosen.names) - set(NAMES):

@@ -106,7 +106,7 @@ def test_a_cache_that_was_altered_is_rebuilt(tiny: list[str], tmp_path: Path) ->
 def test_a_data_file_changed_after_caching_is_new_data(tiny: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    rows = [f"( ( [MAX {a} ) {b} ) ]\t{max(a, b)}\n" for a in range(10) for b in range(10)]
+    rows = [f"( ( ( [MAX {a} ) {b} ) ] )\t{max(a, b)}\n" for a in range(10) for b in range(10)]
     for split in ("train", "val", "test"):
         order = np.random.default_rng(len(split)).permutation(len(rows))
         text = "Source\tTarget\n" + "".join(rows[i] for i in order)

@@ -128,7 +128,9 @@ def _changes(label: str, old: Group, new: Group) -> list[str]:
     seeds = [{r["seed"] for r in g.finished} for g in (old, new)]
     for which, words in ((seeds[0] - seeds[1], "there"), (seeds[1] - seeds[0], "here")):
         if which:
-            notes.append(f"{label}: seed {', '.join(map(str, sorted(which)))} finished only {words}.")
+            notes.append(
+                f"{label}: seed {', '.join(map(str, sorted(which)))} finished only {words}."
+            )
     return notes
 
 
@@ -146,10 +148,9 @@ def _origin(records: list[Record]) -> str:
         str(r["git"].get("commit") or "unknown")[:10] + ("+" if r["git"].get("dirty") else "")
         for r in records
     )
-    machines = Counter(
-        f"{r['machine'].get('host')}, {r['machine'].get('device')}" for r in records
-    )
+    machines = Counter(f"{r['machine'].get('host')}, {r['machine'].get('device')}" for r in records)
     torch = Counter(f"torch {r['versions'].get('torch', 'unknown')}" for r in records)
     return "; ".join(
-        " / ".join(value for value, _ in found.most_common()) for found in (commits, machines, torch)
+        " / ".join(value for value, _ in found.most_common())
+        for found in (commits, machines, torch)
     )

@@ -199,7 +199,9 @@ def _profile(
                 )  # fmt: skip
                 label = results.paper.label(mixer) + (f" ({backend})" if index else "")
                 if points:
-                    series.append(Series(label, label, colours[mixer] + (SLOTS if index else 0), points))
+                    series.append(
+                        Series(label, label, colours[mixer] + (SLOTS if index else 0), points)
+                    )
     return Chart(chart_id, title, x_label, y_label, series, True, True) if series else None
 
 

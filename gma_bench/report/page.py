@@ -95,7 +95,9 @@ def _run(results: Results, record: Record) -> dict[str, Any]:
         step = f" at step {error['step']}" if error.get("step") is not None else ""
         facts["error"] = f"{error.get('type')}: {error.get('message')}{step}"
     value = record.get("value")
-    shown = "no single figure" if value is None else f"{record['split']} {record['metric']} {value:.6g}"
+    shown = (
+        "no single figure" if value is None else f"{record['split']} {record['metric']} {value:.6g}"
+    )
     return {
         "id": record["run_id"], "status": record["status"], "command": record["command"],
         "task": results.paper.label(record["task"]), "mixer": results.paper.label(record["mixer"]),

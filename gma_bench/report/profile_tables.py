@@ -34,7 +34,9 @@ def memory(results: Results) -> list[Table]:
                 "Parameters, their gradients and the inputs are left out. Exponent: slope on "
                 "log–log axes over the upper half of the lengths, with its 95 % t interval."
             )
-            for row, rows in zip(table.rows, _rows_of(results, "memory", where | method), strict=True):
+            for row, rows in zip(
+                table.rows, _rows_of(results, "memory", where | method), strict=True
+            ):
                 row.cells.append(_exponent(rows))
             tables.append(table)
     return tables

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from triton.compiler import ASTSource
 from gma_bench.ops import kernels
 from gma_bench.ops.fused import SCAN_BLOCK, constants, tiles
 
+PREC = os.environ.get("PREC", "ieee")
 KERNELS = ("write", "read", "read_backward", "write_backward", "scan")
 TOKENS = {"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"}
 FLOAT32 = {
@@ -53,7 +55,7 @@ def compile_kernel(name: str, arch: int, size: int, width: int, dtype: str, caus
         fixed: dict[str, Any] = {"REVERSE": False, "BLOCK": SCAN_BLOCK}
         warps = 4
     else:
-        fixed = constants(size, width, width, torch_dtype, "ieee") | {"CAUSAL": causal, "MASKED": True}
+        fixed = constants(size, width, width, torch_dtype, PREC) | {"CAUSAL": causal, "MASKED": True}
         warps = tiles(size, width, width).num_warps
     arguments = list(inspect.signature(getattr(kernels, name).fn).parameters)
     fixed = {key: value for key, value in fixed.items() if key in arguments}

@@ -270,7 +270,9 @@ def records_for_page() -> Callable[[str], list[Record]]:
     """Everything that the page shows: all cells, a variant, a failed run, a mixer of any name."""
 
     def make(name: str) -> list[Record]:
-        made = [r for r in grid() if (r["task"], r["mixer"], r["seed"]) != ("listops", "performer", 2)]
+        made = [
+            r for r in grid() if (r["task"], r["mixer"], r["seed"]) != ("listops", "performer", 2)
+        ]
         made.append(failed("listops", "performer", 2))
         data = made[0]["data"]
         for seed in range(3):

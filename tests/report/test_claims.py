@@ -298,7 +298,14 @@ def test_markdown_names_the_verdict(synthetic):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0.0, "0.00"), (0.9996, "1.00"), (0.93456, "0.935"), (41.72, "41.7"), (12345.6, "12346"), (-1e-6, "−1.00e−06")],
+    [
+        (0.0, "0.00"),
+        (0.9996, "1.00"),
+        (0.93456, "0.935"),
+        (41.72, "41.7"),
+        (12345.6, "12346"),
+        (-1e-6, "−1.00e−06"),
+    ],
 )
 def test_numbers_are_short(value, shown):
     assert number(value) == shown

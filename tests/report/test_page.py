@@ -87,7 +87,9 @@ def test_in_a_browser(folder):
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         try:
             context = browser.new_context(
-                viewport={"width": 1280, "height": 900}, color_scheme="light", reduced_motion="reduce"
+                viewport={"width": 1280, "height": 900},
+                color_scheme="light",
+                reduced_motion="reduce",
             )
             page = context.new_page()
             problems: list[str] = []
