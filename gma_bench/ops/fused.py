@@ -36,9 +36,9 @@ class Tiles(NamedTuple):
 
 
 TABLE: dict[tuple[int, int], Tiles] = {
-    (64, 64): Tiles(64, 32, 64, 1, 4), (64, 128): Tiles(64, 32, 64, 1, 8),
-    (128, 64): Tiles(64, 16, 64, 1, 8), (128, 128): Tiles(32, 16, 32, 2, 8),
-    (256, 64): Tiles(32, 16, 32, 2, 8), (256, 128): Tiles(32, 16, 16, 2, 8),
+    (64, 64): Tiles(32, 16, 64, 2, 8), (64, 128): Tiles(16, 16, 32, 4, 8),
+    (128, 64): Tiles(16, 16, 32, 4, 8), (128, 128): Tiles(16, 16, 32, 4, 8),
+    (256, 64): Tiles(16, 16, 32, 4, 8), (256, 128): Tiles(16, 16, 16, 4, 8),
     (512, 64): Tiles(16, 16, 16, 8, 8), (512, 128): Tiles(16, 16, 16, 8, 8),
 }  # fmt: skip
 """Sizes by the smallest (K, largest width) that hold a problem. Not searched for on a device."""

@@ -212,13 +212,15 @@ def _lines(path: str) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def extrapolate(done: list[tuple[int, float]], x: int) -> float | None:
-    """A quantity at ``x`` from its last two values, as a power of ``x`` between 1 and 3; None before that."""
+def extrapolate(
+    done: list[tuple[int, float]], x: int, *, least_exponent: float = 1.0
+) -> float | None:
+    """A quantity at ``x`` from its last two values, as a power of ``x`` up to 3; None before that."""
     if len(done) < 2 or min(done[-2][1], done[-1][1]) <= 0:
         return None
     (x0, y0), (x1, y1) = done[-2:]
     exponent = math.log(y1 / y0) / math.log(x1 / x0)
-    return float(y1 * (x / x1) ** min(max(exponent, 1.0), 3.0))
+    return float(y1 * (x / x1) ** min(max(exponent, least_exponent), 3.0))
 
 
 # --- the sweep -------------------------------------------------------------------------------
@@ -319,7 +321,8 @@ class _Series:
     def _simulated(self) -> Iterator[tuple[dict[str, Any], Footprint | None]]:
         done: list[tuple[int, float]] = []
         for point in self.points:
-            operators = extrapolate(done, point)
+            # Most mixers run the same operators at any length, some a loop over chunks.
+            operators = extrapolate(done, point, least_exponent=0.0)
             if operators is not None and operators > self.config.task.simulation_operators:
                 reason = f"would run {operators:,.0f} operators"
                 yield self._row(point, "simulated", "time", reason=reason, done=done), None

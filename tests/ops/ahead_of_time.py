@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from gma_bench.ops import kernels
+from gma_bench.ops import LOGITS, kernels
 from gma_bench.ops.fused import SCAN_BLOCK, constants, tiles
 
 PREC = os.environ.get("PREC", "ieee")
@@ -55,7 +55,7 @@ def compile_kernel(name: str, arch: int, size: int, width: int, dtype: str, caus
         fixed: dict[str, Any] = {"REVERSE": False, "BLOCK": SCAN_BLOCK}
         warps = 4
     else:
-        fixed = constants(size, width, width, torch_dtype, PREC) | {"CAUSAL": causal, "MASKED": True}
+        fixed = constants(size, width, width, torch_dtype, LOGITS) | {"CAUSAL": causal, "MASKED": True}
         warps = tiles(size, width, width).num_warps
     arguments = list(inspect.signature(getattr(kernels, name).fn).parameters)
     fixed = {key: value for key, value in fixed.items() if key in arguments}
