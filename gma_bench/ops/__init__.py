@@ -34,8 +34,16 @@ def responsibilities(x: Tensor, means: Tensor, variances: Tensor, log_priors: Te
 
 
 def gma(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor,
-    *, causal: bool = False, key_mask: Tensor | None = None, eps: float = 1e-6,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    eps: float = 1e-6,
     backend: str = "auto",
 ) -> Tensor:
     """Gaussian mixture attention, ``O = Γ_Q Ṽ / (Γ_Q Z + ε)``; paper, section "Method".

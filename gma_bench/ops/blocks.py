@@ -110,7 +110,12 @@ class Keys:
     """A block of keys and values, with padding taken out."""
 
     def __init__(
-        self, mixture: Mixture, k: Tensor, v: Tensor, key_mask: Tensor | None, span: slice,
+        self,
+        mixture: Mixture,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        span: slice,
         near: bool,
     ) -> None:
         self.padding = padding(key_mask, span)
@@ -126,9 +131,7 @@ class Keys:
         """Zero the rows of padding, in place."""
         return block if self.padding is None else block.masked_fill_(self.padding, 0.0)
 
-    def backward(
-        self, grad_logits: Tensor, gradients: MixtureGradients, target: Tensor
-    ) -> None:
+    def backward(self, grad_logits: Tensor, gradients: MixtureGradients, target: Tensor) -> None:
         """Gradient for the keys into ``target (H, g, n, d_r)``, given that of their logits."""
         grad_logits = self.clear_padding(grad_logits.view(self.gamma.shape))
         gradients.backward(grad_logits, self.x, self.features, target)
@@ -144,9 +147,7 @@ def softmax_backward(grad: Tensor, output: Tensor) -> Tensor:
 # ---------------------------------------------------------------- bidirectional
 
 
-def write(
-    k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def write(k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """``Ṽ = Γ_Kᵀ V (B, H, K, d_v)`` and ``Z = Γ_Kᵀ 1 (B, H, K)``."""
     batch, heads, length, _ = k.shape
     components = mixture.constant.shape[-1]
@@ -172,16 +173,16 @@ def write(
 class Memory:
     """What the queries of a group read: ``U = Ṽ / (Z + ε)`` weighted by ``Z + ε``."""
 
-    def __init__(
-        self, written: Tensor, mass: Tensor, group: Group, eps: float
-    ) -> None:
+    def __init__(self, written: Tensor, mass: Tensor, group: Group, eps: float) -> None:
         scale = mass[group].transpose(0, 1).add(eps)  # (H, g, K)
         self.log_weight = scale.log().unsqueeze(2)  # (H, g, 1, K)
         self.scale = scale.flatten(0, 1).unsqueeze(-1)  # (H·g, K, 1)
         self.values = merge(written[group]) / self.scale  # (H·g, K, d_v)
 
 
-def read(q: Tensor, written: Tensor, mass: Tensor, mixture: Mixture, eps: float, out: Tensor) -> None:
+def read(
+    q: Tensor, written: Tensor, mass: Tensor, mixture: Mixture, eps: float, out: Tensor
+) -> None:
     """``O = Γ_Q Ṽ / (Γ_Q Z + ε)`` into ``out (B, H, N, d_v)``."""
     size, tokens = plan(q)
     near = mixture.is_near(q)
@@ -196,7 +197,11 @@ def read(q: Tensor, written: Tensor, mass: Tensor, mixture: Mixture, eps: float,
 
 
 def read_backward(
-    grad_out: Tensor, q: Tensor, written: Tensor, mass: Tensor, gradients: MixtureGradients,
+    grad_out: Tensor,
+    q: Tensor,
+    written: Tensor,
+    mass: Tensor,
+    gradients: MixtureGradients,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`read` for ``q``, ``Ṽ`` and ``Z``; the mixture's go to ``gradients``."""
@@ -223,9 +228,7 @@ def read_backward(
             softmax_backward(grad_logits, weights)
             del weights
             grad_bias += grad_logits.sum(1)
-            gradients.backward(
-                grad_logits.view(*x.shape[:2], -1), x, features, target[:, :, span]
-            )
+            gradients.backward(grad_logits.view(*x.shape[:2], -1), x, features, target[:, :, span])
         grad_bias = grad_bias.view(-1, count, grad_bias.shape[-1])
         grad_scale = grad_bias - dot(grad_values, memory.values).view(grad_bias.shape)
         grad_mass[group] = (grad_scale / memory.scale.view(grad_bias.shape)).transpose(0, 1)
@@ -236,7 +239,11 @@ def read_backward(
 
 
 def write_backward(
-    grad_written: Tensor, grad_mass: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
+    grad_written: Tensor,
+    grad_mass: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
     gradients: MixtureGradients,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`write` for ``k`` and ``v``; the mixture's go to ``gradients``."""
@@ -274,7 +281,11 @@ def responsibilities(x: Tensor, mixture: Mixture) -> Tensor:
     for group in groups(len(x), size):
         source, target = by_head(x, group), by_head(out, group)
         for span in spans(x.shape[2], tokens):
-            put(target, span, mixture.responsibilities(take(source, span, mixture.dtype), near=near)[0])
+            put(
+                target,
+                span,
+                mixture.responsibilities(take(source, span, mixture.dtype), near=near)[0],
+            )
     return out
 
 
@@ -307,8 +318,15 @@ class Causal:
     """What a causal block computes in both directions, ``E = H·g`` sequences of c chunks."""
 
     def __init__(
-        self, mixture: Mixture, q: Tensor, keys: Keys, count: int, state: Tensor, mass: Tensor,
-        eps: float, near: bool,
+        self,
+        mixture: Mixture,
+        q: Tensor,
+        keys: Keys,
+        count: int,
+        state: Tensor,
+        mass: Tensor,
+        eps: float,
+        near: bool,
     ) -> None:
         self.query_gamma, self.query_features = mixture.responsibilities(q, near=near)
         length = q.shape[1] // count
@@ -317,12 +335,16 @@ class Causal:
         self.gamma_q, self.gamma_k = chunked(self.query_gamma, chunk), chunked(keys.gamma, chunk)
         self.values = chunked(keys.values, chunk)
         self.before = q.new_ones(self.chunks, self.chunks).tril_(-1)  # earlier chunks of a block
-        self.states, self.next_state = self.scan(torch.bmm(self.gamma_k.transpose(1, 2), self.values), state)
-        self.masses, self.next_mass = self.scan(self.gamma_k.sum(1).unsqueeze(-1), mass.unsqueeze(-1))
+        self.states, self.next_state = self.scan(
+            torch.bmm(self.gamma_k.transpose(1, 2), self.values), state
+        )
+        self.masses, self.next_mass = self.scan(
+            self.gamma_k.sum(1).unsqueeze(-1), mass.unsqueeze(-1)
+        )
         self.affinity = torch.bmm(self.gamma_q, self.gamma_k.transpose(1, 2)).tril_()
-        self.denominator = torch.bmm(self.gamma_q, self.masses).add_(
-            self.affinity.sum(-1, keepdim=True)
-        ).add_(eps)
+        self.denominator = (
+            torch.bmm(self.gamma_q, self.masses).add_(self.affinity.sum(-1, keepdim=True)).add_(eps)
+        )
 
     def scan(self, parts: Tensor, state: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """Exclusive prefix (or suffix) sums over the chunks of a block, from ``state (E, K, ·)``.
@@ -340,8 +362,15 @@ class Causal:
 
 
 def causal(
-    q: Tensor, k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None, eps: float,
-    out: Tensor, state: Tensor | None = None, mass: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mixture: Mixture,
+    key_mask: Tensor | None,
+    eps: float,
+    out: Tensor,
+    state: Tensor | None = None,
+    mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal GMA into ``out (B, H, N, d_v)``, from a state where one is given.
 
@@ -361,8 +390,14 @@ def causal(
             store(states[index, group], masses[index, group], current, current_mass)
             keys = Keys(mixture, *sources, span, near[1])
             block = Causal(
-                mixture, take(queries, span, mixture.dtype), keys, count, current, current_mass,
-                eps, near[0],
+                mixture,
+                take(queries, span, mixture.dtype),
+                keys,
+                count,
+                current,
+                current_mass,
+                eps,
+                near[0],
             )
             numerator = torch.bmm(block.affinity, block.values)
             numerator.baddbmm_(block.gamma_q, block.states).div_(block.denominator)
@@ -373,8 +408,15 @@ def causal(
 
 
 def causal_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, states: Tensor, masses: Tensor,
-    key_mask: Tensor | None, gradients: MixtureGradients, eps: float,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    states: Tensor,
+    masses: Tensor,
+    key_mask: Tensor | None,
+    gradients: MixtureGradients,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`causal` for q, k, v and for the state and mass it started from."""
     mixture = gradients.mixture
@@ -394,8 +436,14 @@ def causal_backward(
             keys = Keys(mixture, *sources, span, near[1])
             x = take(queries, span, mixture.dtype)
             block = Causal(
-                mixture, x, keys, count, merge(states[index, group]), merge(masses[index, group]),
-                eps, near[0],
+                mixture,
+                x,
+                keys,
+                count,
+                merge(states[index, group]),
+                merge(masses[index, group]),
+                eps,
+                near[0],
             )
             grad = chunked(take(upstream, span, mixture.dtype), block.values.shape[1])
             back = CausalBackward(block, grad, later, later_mass)
@@ -417,12 +465,17 @@ class CausalBackward:
         self.grad = grad / block.denominator  # of the numerator
         self.read = torch.bmm(self.grad, block.states.transpose(1, 2))  # (E·c, chunk, K)
         self.affinity = torch.bmm(self.grad, block.values.transpose(1, 2))  # (E·c, chunk, chunk)
-        self.grad_denominator = dot(self.affinity, block.affinity).add_(
-            dot(self.read, block.gamma_q)
-        ).div_(block.denominator).neg_()  # (E·c, chunk, 1)
+        self.grad_denominator = (
+            dot(self.affinity, block.affinity)
+            .add_(dot(self.read, block.gamma_q))
+            .div_(block.denominator)
+            .neg_()
+        )  # (E·c, chunk, 1)
         self.affinity.add_(self.grad_denominator).tril_()
         query = block.gamma_q.transpose(1, 2)
-        self.states, self.earlier_state = block.scan(torch.bmm(query, self.grad), later, reverse=True)
+        self.states, self.earlier_state = block.scan(
+            torch.bmm(query, self.grad), later, reverse=True
+        )
         self.masses, earlier_mass = block.scan(
             torch.bmm(query, self.grad_denominator), later_mass.unsqueeze(-1), reverse=True
         )

@@ -25,8 +25,15 @@ Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def gma_body(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor,
-    key_mask: Tensor | None, causal: bool, eps: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, then what backward needs: ``Ṽ`` and ``Z``, or the states of :func:`blocks.causal`."""
     with full_precision():
@@ -40,8 +47,17 @@ def gma_body(
 
 
 def gma_backward_body(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor,
-    log_priors: Tensor, key_mask: Tensor | None, written: Tensor, mass: Tensor, causal: bool,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    key_mask: Tensor | None,
+    written: Tensor,
+    mass: Tensor,
+    causal: bool,
     eps: float,
 ) -> Six:
     """Gradients of q, k, v, means, variances and log priors."""
@@ -56,7 +72,9 @@ def gma_backward_body(
             grad_q, grad_written, grad_mass = blocks.read_backward(
                 grad_out, q, written, mass, gradients, eps
             )
-            grad_k, grad_v = blocks.write_backward(grad_written, grad_mass, k, v, key_mask, gradients)
+            grad_k, grad_v = blocks.write_backward(
+                grad_written, grad_mass, k, v, key_mask, gradients
+            )
         return grad_q, grad_k, grad_v, *gradients.finish()
 
 
@@ -85,9 +103,7 @@ def responsibilities_backward_body(
 _define: Any = torch.library.custom_op
 gma_op = _define("gma_bench::gma", gma_body, mutates_args=())
 gma_backward_op = _define("gma_bench::gma_backward", gma_backward_body, mutates_args=())
-responsibilities_op = _define(
-    "gma_bench::responsibilities", responsibilities_body, mutates_args=()
-)
+responsibilities_op = _define("gma_bench::responsibilities", responsibilities_body, mutates_args=())
 responsibilities_backward_op = _define(
     "gma_bench::responsibilities_backward", responsibilities_backward_body, mutates_args=()
 )
@@ -103,8 +119,15 @@ BODIES: dict[Any, Callable[..., Any]] = {
 
 @gma_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor,
-    key_mask: Tensor | None, causal: bool, eps: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(q, k, v, means, variances)
     shape = *q.shape[:2], means.shape[1]
@@ -116,8 +139,17 @@ def _(
 
 @gma_backward_op.register_fake
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor,
-    log_priors: Tensor, key_mask: Tensor | None, written: Tensor, mass: Tensor, causal: bool,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    key_mask: Tensor | None,
+    written: Tensor,
+    mass: Tensor,
+    causal: bool,
     eps: float,
 ) -> Six:
     tokens = tuple(torch.empty_like(t) for t in (q, k, v))
@@ -165,9 +197,7 @@ def refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
 
 
 gma_op.register_autograd(_gma_grad, setup_context=_gma_setup)
-responsibilities_op.register_autograd(
-    _responsibilities_grad, setup_context=_responsibilities_setup
-)
+responsibilities_op.register_autograd(_responsibilities_grad, setup_context=_responsibilities_setup)
 gma_backward_op.register_autograd(refuse_double_backward)
 responsibilities_backward_op.register_autograd(refuse_double_backward)
 
@@ -194,8 +224,17 @@ def _chunk_flops(q: Shape, inner: int) -> int:
 
 @register_flop_formula(torch.ops.gma_bench.gma)
 def gma_flops(
-    q: Shape, k: Shape, v: Shape, means: Shape, variances: Shape, log_priors: Shape,
-    key_mask: Shape | None, causal: bool, eps: float, out_shape: Any = None, **_: Any,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    means: Shape,
+    variances: Shape,
+    log_priors: Shape,
+    key_mask: Shape | None,
+    causal: bool,
+    eps: float,
+    out_shape: Any = None,
+    **_: Any,
 ) -> int:
     """Two operations a multiply-add, matrix products alone."""
     components = means[1]
@@ -206,9 +245,20 @@ def gma_flops(
 
 @register_flop_formula(torch.ops.gma_bench.gma_backward)
 def gma_backward_flops(
-    grad_out: Shape, q: Shape, k: Shape, v: Shape, means: Shape, variances: Shape,
-    log_priors: Shape, key_mask: Shape | None, written: Shape, mass: Shape, causal: bool,
-    eps: float, out_shape: Any = None, **_: Any,
+    grad_out: Shape,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    means: Shape,
+    variances: Shape,
+    log_priors: Shape,
+    key_mask: Shape | None,
+    written: Shape,
+    mass: Shape,
+    causal: bool,
+    eps: float,
+    out_shape: Any = None,
+    **_: Any,
 ) -> int:
     """The responsibilities again, then two products for each one of forward."""
     components = means[1]
@@ -230,8 +280,13 @@ def responsibilities_flops(
 
 @register_flop_formula(torch.ops.gma_bench.responsibilities_backward)
 def responsibilities_backward_flops(
-    grad: Shape, x: Shape, means: Shape, variances: Shape, log_priors: Shape,
-    out_shape: Any = None, **_: Any,
+    grad: Shape,
+    x: Shape,
+    means: Shape,
+    variances: Shape,
+    log_priors: Shape,
+    out_shape: Any = None,
+    **_: Any,
 ) -> int:
     """The same again, and one product each for the tokens and the parameters."""
     return 3 * _logit_flops(x, means[1])

@@ -95,8 +95,16 @@ class Prepared:
     """What every launch of a call is given."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor,
-        log_priors: Tensor, key_mask: Tensor | None, causal: bool, precision: str,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        means: Tensor,
+        variances: Tensor,
+        log_priors: Tensor,
+        key_mask: Tensor | None,
+        causal: bool,
+        precision: str,
     ) -> None:
         from gma_bench.ops import kernels
 
@@ -116,7 +124,10 @@ class Prepared:
         self.is_far = ~(reach <= SAFE_MAGNITUDE)  # stays on the device: nothing waits for it
         constant = torch.where(self.is_far, logs, logs - norm)
         self.mixture = (
-            half.float(), (2 * mean * half).float(), means.float().contiguous(), constant.float(),
+            half.float(),
+            (2 * mean * half).float(),
+            means.float().contiguous(),
+            constant.float(),
             self.is_far.to(torch.int32),
         )
         self.tiles = tiles(self.components, self.width, self.value_width)
@@ -155,7 +166,9 @@ class Prepared:
         for tensor in (states, masses):
             size = tensor[0, 0].numel()
             grid = -(-size // SCAN_BLOCK), tensor.shape[0]
-            self.kernels.scan[grid](tensor, size, tensor.shape[1], REVERSE=reverse, BLOCK=SCAN_BLOCK)
+            self.kernels.scan[grid](
+                tensor, size, tensor.shape[1], REVERSE=reverse, BLOCK=SCAN_BLOCK
+            )
         return states, masses
 
 
@@ -181,8 +194,16 @@ def strides(*tensors: Tensor) -> list[int]:
 
 
 def gma_fused_body(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor,
-    key_mask: Tensor | None, causal: bool, eps: float, precision: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    eps: float,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, the states that were read, their masses, and the denominators ``(B·H, N)``."""
     with full_precision():
@@ -191,26 +212,66 @@ def gma_fused_body(
         states, masses = call.states(parts)
         sequences = call.batch * call.heads
         call.launch(
-            call.kernels.write, (programs, sequences), call.k, call.v, call.mask, *call.mixture,
-            states, masses, *strides(call.k, call.v), call.heads, k.shape[2], *call.sizes, parts,
-            part_blocks, program_parts, MASKED=call.masked,
+            call.kernels.write,
+            (programs, sequences),
+            call.k,
+            call.v,
+            call.mask,
+            *call.mixture,
+            states,
+            masses,
+            *strides(call.k, call.v),
+            call.heads,
+            k.shape[2],
+            *call.sizes,
+            parts,
+            part_blocks,
+            program_parts,
+            MASKED=call.masked,
         )
         states, masses = call.join(states, masses)
         out = blocks.like_layout(q, v)
         denominators = masses.new_empty(sequences, q.shape[2])
         call.launch(
-            call.kernels.read, (-(-q.shape[2] // call.tiles.block), sequences), call.q, call.k,
-            call.v, call.mask, out, denominators, *call.mixture, states, masses,
-            *strides(call.q, call.k, call.v, out), call.heads, q.shape[2], *call.sizes,
-            states.shape[1], part_blocks, eps, CAUSAL=causal, MASKED=call.masked,
+            call.kernels.read,
+            (-(-q.shape[2] // call.tiles.block), sequences),
+            call.q,
+            call.k,
+            call.v,
+            call.mask,
+            out,
+            denominators,
+            *call.mixture,
+            states,
+            masses,
+            *strides(call.q, call.k, call.v, out),
+            call.heads,
+            q.shape[2],
+            *call.sizes,
+            states.shape[1],
+            part_blocks,
+            eps,
+            CAUSAL=causal,
+            MASKED=call.masked,
         )
         return out, states, masses, denominators
 
 
 def gma_fused_backward_body(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor,
-    log_priors: Tensor, key_mask: Tensor | None, out: Tensor, states: Tensor, masses: Tensor,
-    denominators: Tensor, causal: bool, precision: str,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    key_mask: Tensor | None,
+    out: Tensor,
+    states: Tensor,
+    masses: Tensor,
+    denominators: Tensor,
+    causal: bool,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, means, variances and log priors."""
     with full_precision():
@@ -223,24 +284,62 @@ def gma_fused_backward_body(
         grad_states, grad_masses = call.states(grad_parts)
         grad_q, ratios = torch.empty_like(q), torch.empty_like(denominators)
         call.launch(
-            call.kernels.read_backward, (programs, sequences), call.q, call.k, call.v, call.mask,
-            out, grad_out, grad_q, denominators, ratios, *call.mixture, states, masses,
-            grad_states, grad_masses, *sums_q.tensors,
-            *strides(call.q, call.k, call.v, out, grad_out, grad_q), call.heads, q.shape[2],
-            *call.sizes, grad_parts, part_blocks, program_parts,
-            CAUSAL=causal, MASKED=call.masked,
+            call.kernels.read_backward,
+            (programs, sequences),
+            call.q,
+            call.k,
+            call.v,
+            call.mask,
+            out,
+            grad_out,
+            grad_q,
+            denominators,
+            ratios,
+            *call.mixture,
+            states,
+            masses,
+            grad_states,
+            grad_masses,
+            *sums_q.tensors,
+            *strides(call.q, call.k, call.v, out, grad_out, grad_q),
+            call.heads,
+            q.shape[2],
+            *call.sizes,
+            grad_parts,
+            part_blocks,
+            program_parts,
+            CAUSAL=causal,
+            MASKED=call.masked,
         )
         grad_states, grad_masses = call.join(grad_states, grad_masses, reverse=True)
         programs, key_parts, part_blocks, program_parts = call.split(k.shape[2])
         sums_k = Sums(call, programs)
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         call.launch(
-            call.kernels.write_backward, (programs, sequences), call.q, call.k, call.v, call.mask,
-            grad_out, grad_k, grad_v, denominators, ratios, *call.mixture, grad_states,
-            grad_masses, *sums_k.tensors,
-            *strides(call.q, call.k, call.v, grad_out, grad_k, grad_v), call.heads, k.shape[2],
-            *call.sizes, key_parts, part_blocks, program_parts,
-            CAUSAL=causal, MASKED=call.masked,
+            call.kernels.write_backward,
+            (programs, sequences),
+            call.q,
+            call.k,
+            call.v,
+            call.mask,
+            grad_out,
+            grad_k,
+            grad_v,
+            denominators,
+            ratios,
+            *call.mixture,
+            grad_states,
+            grad_masses,
+            *sums_k.tensors,
+            *strides(call.q, call.k, call.v, grad_out, grad_k, grad_v),
+            call.heads,
+            k.shape[2],
+            *call.sizes,
+            key_parts,
+            part_blocks,
+            program_parts,
+            CAUSAL=causal,
+            MASKED=call.masked,
         )
         return grad_q, grad_k, grad_v, *finish(call, sums_q, sums_k)
 
@@ -271,7 +370,8 @@ def finish(call: Prepared, *sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     second = torch.where(call.is_far, square, centred)  # Σ dL (x − μ)²
     grad_variances = 0.5 * (second * precision - total) * precision
     return (
-        (first * precision).to(means.dtype), grad_variances.to(variances.dtype),
+        (first * precision).to(means.dtype),
+        grad_variances.to(variances.dtype),
         constant.to(log_priors.dtype),
     )
 
@@ -287,8 +387,16 @@ gma_fused_backward_op = _define(
 
 @gma_fused_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor,
-    key_mask: Tensor | None, causal: bool, eps: float, precision: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    eps: float,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sequences, components = q.shape[0] * q.shape[1], means.shape[1]
     parts: Any = 1
@@ -298,16 +406,29 @@ def _(
         parts = (q.shape[2] + tokens - 1) // tokens
     masses = q.new_empty(sequences, parts, components, dtype=torch.float32)
     return (
-        blocks.like_layout(q, v), masses.new_empty(*masses.shape, v.shape[3]), masses,
+        blocks.like_layout(q, v),
+        masses.new_empty(*masses.shape, v.shape[3]),
+        masses,
         masses.new_empty(sequences, q.shape[2]),
     )
 
 
 @gma_fused_backward_op.register_fake
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor,
-    log_priors: Tensor, key_mask: Tensor | None, out: Tensor, states: Tensor, masses: Tensor,
-    denominators: Tensor, causal: bool, precision: str,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    key_mask: Tensor | None,
+    out: Tensor,
+    states: Tensor,
+    masses: Tensor,
+    denominators: Tensor,
+    causal: bool,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens = tuple(torch.empty_like(t) for t in (q, k, v))
     parameters = tuple(t.new_empty(t.shape) for t in (means, variances, log_priors))

@@ -55,16 +55,27 @@ def add(base, stride, rows, columns, num_rows, num_columns, values, rounds):
     """Add to a matrix of this program's own; start it in round 0."""
     inside = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
     where = rows[:, None].to(tl.int64) * stride + columns[None, :]
-    before = tl.load(
-        base + where, mask=inside & (rows[:, None] < num_rows * rounds), other=0.0
-    )
+    before = tl.load(base + where, mask=inside & (rows[:, None] < num_rows * rounds), other=0.0)
     tl.store(base + where, before + values, mask=inside)
 
 
 @triton.jit
 def responsibilities(
-    x, stride, rows, num_rows, half_precision, linear, means, constant, far, components, width,
-    COMPONENTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDTH_TILE: tl.constexpr,
+    x,
+    stride,
+    rows,
+    num_rows,
+    half_precision,
+    linear,
+    means,
+    constant,
+    far,
+    components,
+    width,
+    COMPONENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Posteriors of a block, ``(BLOCK, COMPONENTS)``; zero for components that do not exist."""
@@ -96,9 +107,26 @@ def responsibilities(
 
 @triton.jit
 def logits_backward(
-    grad, x, grad_x, stride, grad_stride, rows, num_rows, half_precision, linear, means, far,
-    grad_square, grad_linear, grad_constant, rounds, components, width,
-    COMPONENTS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_TILE: tl.constexpr,
+    grad,
+    x,
+    grad_x,
+    stride,
+    grad_stride,
+    rows,
+    num_rows,
+    half_precision,
+    linear,
+    means,
+    far,
+    grad_square,
+    grad_linear,
+    grad_constant,
+    rounds,
+    components,
+    width,
+    COMPONENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Gradient for the tokens of a block, and its share of the sums for the mixture.
@@ -118,7 +146,8 @@ def logits_backward(
             result = tl.sum(weighted * half[None, :], 1) * -2.0
             tl.store(
                 grad_x + rows.to(tl.int64) * grad_stride + i,
-                result.to(grad_x.dtype.element_ty), mask=rows < num_rows,
+                result.to(grad_x.dtype.element_ty),
+                mask=rows < num_rows,
             )
             mine = present & (slots < components * rounds)
             first = tl.load(grad_linear + slots * width + i, mask=mine, other=0.0)
@@ -154,12 +183,39 @@ def softmax_backward(grad, weights):
 
 @triton.jit
 def write(
-    k, v, key_mask, half_precision, linear, means, constant, far_flag, states, masses,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, heads, length, components, width, value_width,
-    parts, part_blocks, program_parts,
-    MASKED: tl.constexpr, COMPONENTS: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDTH_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr, COARSE: tl.constexpr, PRECISION: tl.constexpr,
+    k,
+    v,
+    key_mask,
+    half_precision,
+    linear,
+    means,
+    constant,
+    far_flag,
+    states,
+    masses,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    heads,
+    length,
+    components,
+    width,
+    value_width,
+    parts,
+    part_blocks,
+    program_parts,
+    MASKED: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    COARSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """``Γᵀ V`` into ``states (B·H, parts, K, d_v)`` and ``Γᵀ 1`` into ``masses (B·H, parts, K)``."""
     sequence = tl.program_id(1).to(tl.int64)
@@ -179,8 +235,22 @@ def write(
         for index in range(part_blocks):
             rows = (part * part_blocks + index) * BLOCK + tl.arange(0, BLOCK)
             gamma = responsibilities(
-                k, k_row, rows, length, half_precision, linear, means, constant, far, components,
-                width, COMPONENTS, WIDTH, BLOCK, WIDTH_TILE, PRECISION,
+                k,
+                k_row,
+                rows,
+                length,
+                half_precision,
+                linear,
+                means,
+                constant,
+                far,
+                components,
+                width,
+                COMPONENTS,
+                WIDTH,
+                BLOCK,
+                WIDTH_TILE,
+                PRECISION,
             )
             real = rows < length
             if MASKED:
@@ -192,9 +262,14 @@ def write(
                 values = tile(v, v_row, rows, columns, length, value_width)
                 values = tl.where(real[:, None], values, 0.0)
                 add(
-                    states + place * components * value_width, value_width, slots, columns,
-                    components, value_width,
-                    product(tl.trans(gamma), values, COARSE, PRECISION), index,
+                    states + place * components * value_width,
+                    value_width,
+                    slots,
+                    columns,
+                    components,
+                    value_width,
+                    product(tl.trans(gamma), values, COARSE, PRECISION),
+                    index,
                 )
             tl.debug_barrier()
         tl.store(masses + place * components + slots, mass, mask=slots < components)
@@ -216,13 +291,49 @@ def scan(states, size, parts, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def read(
-    q, k, v, key_mask, out, denominators, half_precision, linear, means, constant, far_flag,
-    states, masses,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    heads, length, components, width, value_width, parts, part_blocks, eps,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, COMPONENTS: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDTH_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr, COARSE: tl.constexpr, PRECISION: tl.constexpr,
+    q,
+    k,
+    v,
+    key_mask,
+    out,
+    denominators,
+    half_precision,
+    linear,
+    means,
+    constant,
+    far_flag,
+    states,
+    masses,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    heads,
+    length,
+    components,
+    width,
+    value_width,
+    parts,
+    part_blocks,
+    eps,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    COARSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """``O = Γ_Q Ṽ / (Γ_Q Z + ε)`` and the denominators ``(B·H, N)``, a block a program."""
     sequence = tl.program_id(1).to(tl.int64)
@@ -243,8 +354,22 @@ def read(
     slots = tl.arange(0, COMPONENTS)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     gamma = responsibilities(
-        q, q_row, rows, length, half_precision, linear, means, constant, far, components, width,
-        COMPONENTS, WIDTH, BLOCK, WIDTH_TILE, PRECISION,
+        q,
+        q_row,
+        rows,
+        length,
+        half_precision,
+        linear,
+        means,
+        constant,
+        far,
+        components,
+        width,
+        COMPONENTS,
+        WIDTH,
+        BLOCK,
+        WIDTH_TILE,
+        PRECISION,
     )
     mass = tl.load(masses + slots, mask=slots < components, other=0.0)
     for start in tl.static_range(0, VALUE_WIDTH, VALUE_TILE):
@@ -256,8 +381,22 @@ def read(
             for other in range(block // part_blocks * part_blocks, block + 1):
                 keys = other * BLOCK + tl.arange(0, BLOCK)
                 gamma_k = responsibilities(
-                    k, k_row, keys, length, half_precision, linear, means, constant, far,
-                    components, width, COMPONENTS, WIDTH, BLOCK, WIDTH_TILE, PRECISION,
+                    k,
+                    k_row,
+                    keys,
+                    length,
+                    half_precision,
+                    linear,
+                    means,
+                    constant,
+                    far,
+                    components,
+                    width,
+                    COMPONENTS,
+                    WIDTH,
+                    BLOCK,
+                    WIDTH_TILE,
+                    PRECISION,
                 )
                 real = keys < length
                 if MASKED:
@@ -278,15 +417,63 @@ def read(
 
 @triton.jit
 def read_backward(
-    q, k, v, key_mask, out, grad_out, grad_q, denominators, ratios, half_precision, linear, means,
-    constant, far_flag, states, masses, grad_states, grad_masses, grad_square, grad_linear,
+    q,
+    k,
+    v,
+    key_mask,
+    out,
+    grad_out,
+    grad_q,
+    denominators,
+    ratios,
+    half_precision,
+    linear,
+    means,
+    constant,
+    far_flag,
+    states,
+    masses,
+    grad_states,
+    grad_masses,
+    grad_square,
+    grad_linear,
     grad_constant,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    g_batch, g_head, g_row, dq_batch, dq_head, dq_row,
-    heads, length, components, width, value_width, grad_parts, part_blocks, program_parts,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, COMPONENTS: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDTH_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr, COARSE: tl.constexpr, PRECISION: tl.constexpr,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    o_batch,
+    o_head,
+    o_row,
+    g_batch,
+    g_head,
+    g_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    heads,
+    length,
+    components,
+    width,
+    value_width,
+    grad_parts,
+    part_blocks,
+    program_parts,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    COARSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradients for the queries, and for the state of each part from the part's queries.
 
@@ -320,8 +507,22 @@ def read_backward(
             block = part * part_blocks + index
             rows = block * BLOCK + tl.arange(0, BLOCK)
             gamma = responsibilities(
-                q, q_row, rows, length, half_precision, linear, means, constant, far, components,
-                width, COMPONENTS, WIDTH, BLOCK, WIDTH_TILE, PRECISION,
+                q,
+                q_row,
+                rows,
+                length,
+                half_precision,
+                linear,
+                means,
+                constant,
+                far,
+                components,
+                width,
+                COMPONENTS,
+                WIDTH,
+                BLOCK,
+                WIDTH_TILE,
+                PRECISION,
             )
             inverse = 1.0 / tl.load(
                 denominators + sequence * length + rows, mask=rows < length, other=1.0
@@ -332,18 +533,25 @@ def read_backward(
                 columns = start + tl.arange(0, VALUE_TILE)
                 upstream = tile(grad_out, g_row, rows, columns, length, value_width)
                 upstream *= inverse[:, None]
-                ratio += tl.sum(
-                    upstream * tile(out, o_row, rows, columns, length, value_width), 1
-                )
+                ratio += tl.sum(upstream * tile(out, o_row, rows, columns, length, value_width), 1)
                 state = tile(
-                    states + source * components * value_width, value_width, slots, columns,
-                    components, value_width,
+                    states + source * components * value_width,
+                    value_width,
+                    slots,
+                    columns,
+                    components,
+                    value_width,
                 )
                 grad += product(upstream, tl.trans(state), COARSE, PRECISION)
                 add(
-                    grad_states + place * components * value_width, value_width, slots, columns,
-                    components, value_width,
-                    product(tl.trans(gamma), upstream, COARSE, PRECISION), index,
+                    grad_states + place * components * value_width,
+                    value_width,
+                    slots,
+                    columns,
+                    components,
+                    value_width,
+                    product(tl.trans(gamma), upstream, COARSE, PRECISION),
+                    index,
                 )
             grad -= ratio[:, None] * mass[None, :]
             grad_mass -= tl.sum(gamma * ratio[:, None], 0)
@@ -352,8 +560,22 @@ def read_backward(
                 for other in range(part * part_blocks, block + 1):
                     keys = other * BLOCK + tl.arange(0, BLOCK)
                     gamma_k = responsibilities(
-                        k, k_row, keys, length, half_precision, linear, means, constant, far,
-                        components, width, COMPONENTS, WIDTH, BLOCK, WIDTH_TILE, PRECISION,
+                        k,
+                        k_row,
+                        keys,
+                        length,
+                        half_precision,
+                        linear,
+                        means,
+                        constant,
+                        far,
+                        components,
+                        width,
+                        COMPONENTS,
+                        WIDTH,
+                        BLOCK,
+                        WIDTH_TILE,
+                        PRECISION,
                     )
                     real = keys < length
                     if MASKED:
@@ -374,25 +596,88 @@ def read_backward(
                     grad += product(affinity, gamma_k, COARSE, PRECISION)
             grad = tl.where((rows < length)[:, None], softmax_backward(grad, gamma), 0.0)
             logits_backward(
-                grad, q, grad_q, q_row, dq_row, rows, length, half_precision, linear, means, far,
-                grad_square, grad_linear, grad_constant,
-                (part - first_part) * part_blocks + index, components, width, COMPONENTS, WIDTH, WIDTH_TILE, PRECISION,
+                grad,
+                q,
+                grad_q,
+                q_row,
+                dq_row,
+                rows,
+                length,
+                half_precision,
+                linear,
+                means,
+                far,
+                grad_square,
+                grad_linear,
+                grad_constant,
+                (part - first_part) * part_blocks + index,
+                components,
+                width,
+                COMPONENTS,
+                WIDTH,
+                WIDTH_TILE,
+                PRECISION,
             )
-        tl.store(
-            grad_masses + place * components + slots, grad_mass, mask=slots < components
-        )
+        tl.store(grad_masses + place * components + slots, grad_mass, mask=slots < components)
 
 
 @triton.jit
 def write_backward(
-    q, k, v, key_mask, grad_out, grad_k, grad_v, denominators, ratios, half_precision, linear,
-    means, constant, far_flag, grad_states, grad_masses, grad_square, grad_linear, grad_constant,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    heads, length, components, width, value_width, key_parts, part_blocks, program_parts,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, COMPONENTS: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDTH_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr, COARSE: tl.constexpr, PRECISION: tl.constexpr,
+    q,
+    k,
+    v,
+    key_mask,
+    grad_out,
+    grad_k,
+    grad_v,
+    denominators,
+    ratios,
+    half_precision,
+    linear,
+    means,
+    constant,
+    far_flag,
+    grad_states,
+    grad_masses,
+    grad_square,
+    grad_linear,
+    grad_constant,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    g_batch,
+    g_head,
+    g_row,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dv_batch,
+    dv_head,
+    dv_row,
+    heads,
+    length,
+    components,
+    width,
+    value_width,
+    key_parts,
+    part_blocks,
+    program_parts,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    COMPONENTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    COARSE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Gradients for keys and values, from those of the state that holds them."""
     sequence = tl.program_id(1).to(tl.int64)
@@ -426,16 +711,34 @@ def write_backward(
             if MASKED:
                 real = real & (tl.load(key_mask + batch * length + rows, mask=real, other=0) != 0)
             gamma = responsibilities(
-                k, k_row, rows, length, half_precision, linear, means, constant, far, components,
-                width, COMPONENTS, WIDTH, BLOCK, WIDTH_TILE, PRECISION,
+                k,
+                k_row,
+                rows,
+                length,
+                half_precision,
+                linear,
+                means,
+                constant,
+                far,
+                components,
+                width,
+                COMPONENTS,
+                WIDTH,
+                BLOCK,
+                WIDTH_TILE,
+                PRECISION,
             )
             gamma = tl.where(real[:, None], gamma, 0.0)
             grad = tl.zeros((BLOCK, COMPONENTS), tl.float32) + grad_mass[None, :]
             for start in tl.static_range(0, VALUE_WIDTH, VALUE_TILE):
                 columns = start + tl.arange(0, VALUE_TILE)
                 grad_state = tile(
-                    grad_states + source * components * value_width, value_width, slots, columns,
-                    components, value_width,
+                    grad_states + source * components * value_width,
+                    value_width,
+                    slots,
+                    columns,
+                    components,
+                    value_width,
                 )
                 values = tile(v, v_row, rows, columns, length, value_width)
                 values = tl.where(real[:, None], values, 0.0)
@@ -446,8 +749,21 @@ def write_backward(
                         queries = other * BLOCK + tl.arange(0, BLOCK)
                         inside = queries < length
                         gamma_q = responsibilities(
-                            q, q_row, queries, length, half_precision, linear, means, constant,
-                            far, components, width, COMPONENTS, WIDTH, BLOCK, WIDTH_TILE,
+                            q,
+                            q_row,
+                            queries,
+                            length,
+                            half_precision,
+                            linear,
+                            means,
+                            constant,
+                            far,
+                            components,
+                            width,
+                            COMPONENTS,
+                            WIDTH,
+                            BLOCK,
+                            WIDTH_TILE,
                             PRECISION,
                         )
                         seen = (rows[:, None] <= queries[None, :]) & inside[None, :]
@@ -468,7 +784,25 @@ def write_backward(
                 put(grad_v, dv_row, rows, columns, length, value_width, result)
             grad = tl.where(real[:, None], softmax_backward(grad, gamma), 0.0)
             logits_backward(
-                grad, k, grad_k, k_row, dk_row, rows, length, half_precision, linear, means, far,
-                grad_square, grad_linear, grad_constant,
-                (part - first_part) * part_blocks + index, components, width, COMPONENTS, WIDTH, WIDTH_TILE, PRECISION,
+                grad,
+                k,
+                grad_k,
+                k_row,
+                dk_row,
+                rows,
+                length,
+                half_precision,
+                linear,
+                means,
+                far,
+                grad_square,
+                grad_linear,
+                grad_constant,
+                (part - first_part) * part_blocks + index,
+                components,
+                width,
+                COMPONENTS,
+                WIDTH,
+                WIDTH_TILE,
+                PRECISION,
             )

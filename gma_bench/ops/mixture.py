@@ -113,7 +113,9 @@ class Mixture:
         """
         width = features.shape[-1] // 2
         half_norm = 0.5 * self.norm.unsqueeze(1)
-        magnitude = torch.baddbmm(half_norm, features[..., :width], self.matrix[:, :width], alpha=-1)
+        magnitude = torch.baddbmm(
+            half_norm, features[..., :width], self.matrix[:, :width], alpha=-1
+        )
         excess = logits.sub_(half_norm).mul_(SAFE_RATIO).add_(magnitude)  # S − SAFE_RATIO · m
         torch.maximum(excess, magnitude.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
         return is_true(excess.mul_(gamma).amax() <= SAFE_MAGNITUDE)

@@ -32,8 +32,16 @@ TRAFFIC = Traffic()
 
 
 def context_parallel_gma(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor,
-    *, causal: bool = False, key_mask: Tensor | None = None, eps: float = 1e-6,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    eps: float = 1e-6,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """:func:`gma_bench.ops.gma` of the whole sequence, for this process's tokens.
@@ -57,14 +65,24 @@ def context_parallel_gma(
 class _ContextParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor,
-        log_priors: Tensor, key_mask: Tensor | None, causal: bool, eps: float,
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        means: Tensor,
+        variances: Tensor,
+        log_priors: Tensor,
+        key_mask: Tensor | None,
+        causal: bool,
+        eps: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         ctx.causal, ctx.eps, ctx.group = causal, eps, group
         out = blocks.like_layout(q, v)
         with full_precision():
-            mixture = Mixture(means, variances, log_priors, compute_dtype(q, k, v, means, variances))
+            mixture = Mixture(
+                means, variances, log_priors, compute_dtype(q, k, v, means, variances)
+            )
             written, mass = blocks.write(k, v, mixture, key_mask)
             if causal:
                 written, mass = _others(written, mass, group, later=False)
@@ -80,7 +98,9 @@ class _ContextParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, means, variances, log_priors, key_mask, written, mass = ctx.saved_tensors
         with full_precision():
-            mixture = Mixture(means, variances, log_priors, compute_dtype(q, k, v, means, variances))
+            mixture = Mixture(
+                means, variances, log_priors, compute_dtype(q, k, v, means, variances)
+            )
             gradients = MixtureGradients(mixture)
             if ctx.causal:
                 grad_q, grad_k, grad_v, grad_written, grad_mass = blocks.causal_backward(
@@ -103,9 +123,7 @@ class _ContextParallel(torch.autograd.Function):
             return grad_q, grad_k, grad_v, *gradients.finish(), None, None, None, None
 
 
-def _sum(
-    written: Tensor, mass: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
+def _sum(written: Tensor, mass: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """States of all processes, added up."""
     state = torch.cat((written, mass.unsqueeze(-1)), -1)
     TRAFFIC.sent_bytes += state.nbytes

@@ -38,8 +38,16 @@ def responsibilities(x: Tensor, means: Tensor, variances: Tensor, log_priors: Te
 
 
 def gma(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor,
-    *, causal: bool = False, key_mask: Tensor | None = None, eps: float = 1e-6,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Write ``Ṽ = Γ_Kᵀ V``, ``Z = Γ_Kᵀ 1``; read ``O = Γ_Q Ṽ / (Γ_Q Z + ε)``; prefix sums when causal.
 

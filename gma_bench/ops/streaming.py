@@ -28,8 +28,15 @@ def init_state(
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor,
-    state: StreamingState, *, eps: float = 1e-6,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    state: StreamingState,
+    *,
+    eps: float = 1e-6,
 ) -> tuple[Tensor, StreamingState]:
     """Write one key and value, then read with one query; equals a position of causal :func:`gma`.
 

@@ -44,18 +44,25 @@ def signature(name: str, fixed: dict[str, Any], dtype: str) -> dict[str, str]:
         elif argument in FLOAT32:
             types[argument] = "*fp32"
         else:
-            types[argument] = {"key_mask": "*i8", "far_flag": "*i32", "eps": "fp32"}.get(argument, "i32")
+            types[argument] = {"key_mask": "*i8", "far_flag": "*i32", "eps": "fp32"}.get(
+                argument, "i32"
+            )
     return types
 
 
-def compile_kernel(name: str, arch: int, size: int, width: int, dtype: str, causal: bool) -> dict[str, Any]:
+def compile_kernel(
+    name: str, arch: int, size: int, width: int, dtype: str, causal: bool
+) -> dict[str, Any]:
     """Shared memory, registers and spills of one kernel."""
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if name == "scan":
         fixed: dict[str, Any] = {"REVERSE": False, "BLOCK": SCAN_BLOCK}
         warps = 4
     else:
-        fixed = constants(size, width, width, torch_dtype, LOGITS) | {"CAUSAL": causal, "MASKED": True}
+        fixed = constants(size, width, width, torch_dtype, LOGITS) | {
+            "CAUSAL": causal,
+            "MASKED": True,
+        }
         warps = tiles(size, width, width).num_warps
     arguments = list(inspect.signature(getattr(kernels, name).fn).parameters)
     fixed = {key: value for key, value in fixed.items() if key in arguments}
@@ -94,4 +101,9 @@ def registers(ptx: str, arch: int) -> dict[str, int]:
 if __name__ == "__main__":
     arch, size, width, dtype, form = sys.argv[1:6]
     for kernel in sys.argv[6:] or KERNELS:
-        print(json.dumps(compile_kernel(kernel, int(arch), int(size), int(width), dtype, form == "causal")), flush=True)
+        print(
+            json.dumps(
+                compile_kernel(kernel, int(arch), int(size), int(width), dtype, form == "causal")
+            ),
+            flush=True,
+        )

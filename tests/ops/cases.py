@@ -19,9 +19,18 @@ class Case(NamedTuple):
 
 
 def make(
-    batch: int = 2, heads: int = 2, n: int = 37, m: int | None = None, components: int = 8,
-    width: int = 8, value_width: int = 8, *, causal: bool = False, masked: bool = False,
-    by_token: bool = False, seed: int = 0,
+    batch: int = 2,
+    heads: int = 2,
+    n: int = 37,
+    m: int | None = None,
+    components: int = 8,
+    width: int = 8,
+    value_width: int = 8,
+    *,
+    causal: bool = False,
+    masked: bool = False,
+    by_token: bool = False,
+    seed: int = 0,
 ) -> Case:
     """Gaussian tokens and means, variances from 0.2 to 8.2; the first row of a mask is all padding."""
     generator = torch.Generator().manual_seed(seed)
@@ -49,7 +58,10 @@ def make(
 
 
 def evaluate(
-    case: Case, backend: str, dtype: torch.dtype, grad_out: Tensor | None = None,
+    case: Case,
+    backend: str,
+    dtype: torch.dtype,
+    grad_out: Tensor | None = None,
     token_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Output and the gradients of the six tensors, in float64.

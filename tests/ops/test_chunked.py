@@ -57,7 +57,12 @@ def test_float64_equals_the_reference_everywhere(
     want = evaluate(case, "reference", torch.float64)
     got = evaluate(case, "chunked", torch.float64)
     # gradients that cancel to nothing are measured against what they are sums of
-    scale = [1e-3, *[1e-3 / (0.2 * 2.0**log_variance) ** 0.5 * i for i in (1, 1)], 1e-3, *[1e-2] * 3]
+    scale = [
+        1e-3,
+        *[1e-3 / (0.2 * 2.0**log_variance) ** 0.5 * i for i in (1, 1)],
+        1e-3,
+        *[1e-2] * 3,
+    ]
     for a, b, floor in zip(got, want, scale, strict=True):
         assert (a - b).abs().max() <= 1e-10 * max(float(b.abs().max()), floor)
 
@@ -68,7 +73,9 @@ def test_float32_is_within_1e_5(form: str) -> None:
     want = evaluate(case, "reference", torch.float64)
     got = evaluate(case, "chunked", torch.float32)
     for a, b in zip(got, want, strict=True):
-        assert (a - b).abs().max() <= 1e-5 * max(float(b.abs().max()), 0.1)  # one token: gradients of order ε
+        assert (a - b).abs().max() <= 1e-5 * max(
+            float(b.abs().max()), 0.1
+        )  # one token: gradients of order ε
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -127,7 +134,14 @@ def _far(kind: str, width: int, causal: bool, seed: int = 0) -> Case:
         between = (x + x.roll(1, 1)) / 2  # two components share these
         return torch.where(torch.arange(n)[:, None] % 3 == 0, between, x)[None]
 
-    tensors = tokens(), tokens(), randn(1, heads, n, 8), means, variances, torch.zeros(heads, components)
+    tensors = (
+        tokens(),
+        tokens(),
+        randn(1, heads, n, 8),
+        means,
+        variances,
+        torch.zeros(heads, components),
+    )
     return Case(tuple(t.float().double() for t in tensors), None, causal)
 
 
@@ -284,9 +298,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(causal: bool) -> None:
         fake = torch.ops.gma_bench.gma(
             *(mode.from_tensor(t) for t in case.tensors), None, causal, 1e-6
         )
-        inside = chunked.gma_body(
-            *(mode.from_tensor(t) for t in case.tensors), None, causal, 1e-6
-        )
+        inside = chunked.gma_body(*(mode.from_tensor(t) for t in case.tensors), None, causal, 1e-6)
     for a, b, c in zip(real, fake, inside, strict=True):
         assert a.shape == b.shape == c.shape
         assert a.stride() == b.stride() == c.stride()

@@ -29,7 +29,9 @@ def _share(rank: int, world: int, length: int) -> slice:
 
 def _worker(rank: int, world: int, folder: str, causal: bool, length: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     case = _case(length, causal)
     mine = _share(rank, world, length)
     tokens = [t[:, :, mine].float().requires_grad_() for t in case.tensors[:3]]
