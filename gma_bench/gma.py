@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gma_bench import ops
 from gma_bench.errors import SettingError
 from gma_bench.mixer import Mixer, State, zero_masked
+from gma_bench.ops import streaming
 
 
 class GaussianMixtureAttention(Mixer):
@@ -180,26 +181,23 @@ class GaussianMixtureAttention(Mixer):
 
     def init_state(self, batch_size: int) -> State:
         """Empty slots: ``written (B, H, K, d_v)`` and ``mass (B, H, K)``."""
-        dtype = torch.promote_types(self.means.dtype, torch.float32)
-        shape = (batch_size, self.num_heads, self.num_components)
-        options: dict[str, Any] = {"dtype": dtype, "device": self.means.device}
-        return {
-            "written": torch.zeros(*shape, self.head_dim, **options),
-            "mass": torch.zeros(shape, **options),
-        }
+        return streaming.init_state(batch_size, self._per_head(self.means), self.head_dim)._asdict()
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token: write its value, then read; the slots never grow."""
+        """One token: write its value, then read; the slots never grow.
+
+        Unless gradients are being recorded, ``state`` is updated in place.
+        """
         x = x_t.unsqueeze(1)
-        value = self.split_heads(self.v_proj(x))  # (B, H, 1, d_v)
-        mixture = self._mixture()
-        gamma_q = ops.responsibilities(self._route(self.q_proj, x), *mixture)  # (B, H, 1, K)
-        gamma_k = ops.responsibilities(self._route(self.k_proj, x), *mixture)
-        written = state["written"] + gamma_k.transpose(-1, -2) * value.to(gamma_k.dtype)
-        mass = state["mass"] + gamma_k.squeeze(-2)
-        out = (gamma_q @ written) / (gamma_q @ mass.unsqueeze(-1) + self.eps)
-        y = self.out_proj(self.merge_heads(out.to(value.dtype)))
-        return y.squeeze(1), {"written": written, "mass": mass}
+        out, after = streaming.step(
+            self.routing(x, "query").squeeze(2),
+            self.routing(x, "key").squeeze(2),
+            self.split_heads(self.v_proj(x)).squeeze(2),
+            *self._mixture(),
+            streaming.StreamingState(**state),
+            eps=self.eps,
+        )
+        return self.out_proj(out.flatten(1)), after._asdict()
 
     def _route(self, projection: nn.Linear, x: Tensor) -> Tensor:
         routed = self.split_heads(projection(x))  # (B, H, N, d_r)
