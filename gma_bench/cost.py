@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -49,8 +50,11 @@ class StepCost:
 
 def unprepared_task(config: DictConfig) -> Task:
     """A cell's task without its data: settings, and sizes as far as they are known beforehand."""
-    own = {k: v for k, v in config.task.items() if k not in (*NOT_TASK_ARGUMENTS, "_target_")}
-    return get_class(config.task._target_)(cache_dir=config.cache_dir, **own)
+    target = get_class(config.task._target_)
+    # A procedure may add settings of its own to those of the task that it builds upon.
+    taken = inspect.signature(target).parameters
+    own = {k: v for k, v in config.task.items() if k in taken and k not in NOT_TASK_ARGUMENTS}
+    return target(cache_dir=config.cache_dir, **own)
 
 
 def step_cost(config: DictConfig, task: Task | None = None) -> StepCost:

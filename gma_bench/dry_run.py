@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def plan(cells: Sequence[Cell]) -> list[Plan]:
 
 def show(cells: Sequence[Cell]) -> int:
     """Print the plan. Returns 1 when a cell cannot be built."""
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=120)
     assumed = OmegaConf.load(CONF / "reproduce.yaml").dry_run
     plans = plan(cells)
     table = Table(
@@ -81,7 +82,7 @@ def show(cells: Sequence[Cell]) -> int:
         table.add_column(column, justify="right")
     for p in plans:
         if p.cost is None:
-            table.add_row(p.task, p.mixer, str(p.seeds), p.problem or "no training", "", "", "", "")
+            table.add_row(p.task, p.mixer, str(p.seeds), p.problem or "not trained", "", "", "", "")
             continue
         hours = "?" if p.gpu_hours is None else f"{p.gpu_hours * p.seeds:,.1f}"
         table.add_row(

@@ -86,3 +86,16 @@ def test_a_second_run_runs_nothing(
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "results/smoke/runs").iterdir()}
     table = first[first.index("mixer   ") :] if "mixer   " in first else first[-2000:]
     assert table.splitlines()[0] in second
+
+
+def test_a_dry_run_costs_every_cell_and_runs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["scale=smoke", f"results_dir={tmp_path / 'results'}"]
+    only = ["task=listops,wikitext103,interpretability,memory", "mixer=gma,sdpa"]
+    assert reproduce.dry_run(words, only) == 0
+    said = capsys.readouterr().out
+    for task in ("listops", "wikitext103", "interpretability", "memory"):
+        assert task in said
+    assert "hours on one H100" in said
+    assert not (tmp_path / "results").exists()
