@@ -229,6 +229,7 @@ def read_backward(
             del weights
             grad_bias += grad_logits.sum(1)
             gradients.backward(grad_logits.view(*x.shape[:2], -1), x, features, target[:, :, span])
+            del x, features, grad, grad_logits  # before the next block needs its own
         grad_bias = grad_bias.view(-1, count, grad_bias.shape[-1])
         grad_scale = grad_bias - dot(grad_values, memory.values).view(grad_bias.shape)
         grad_mass[group] = (grad_scale / memory.scale.view(grad_bias.shape)).transpose(0, 1)
@@ -267,6 +268,7 @@ def write_backward(
             softmax_backward(grad_logits, gamma)
             del gamma
             keys.backward(grad_logits, gradients, target_k[:, :, span])
+            del keys, grad_logits  # before the next block needs its own
     return grad_k, grad_v
 
 
@@ -403,6 +405,7 @@ def causal(
             numerator.baddbmm_(block.gamma_q, block.states).div_(block.denominator)
             put(target, span, numerator)
             current, current_mass = block.next_state, block.next_mass
+            del keys, block, numerator  # before the next block needs its own
         store(states[-1, group], masses[-1, group], current, current_mass)
     return states, masses
 
@@ -453,6 +456,7 @@ def causal_backward(
             gradients.backward(grad_logits, x, block.query_features, target_q[:, :, span])
             keys.backward(back.grad_key_logits(), gradients, target_k[:, :, span])
             later, later_mass = back.earlier_state, back.earlier_mass
+            del keys, block, back, grad, grad_values, grad_logits  # before the next block's
         store(grad_state[group], grad_mass[group], later, later_mass)
     return grad_q, grad_k, grad_v, grad_state, grad_mass
 

@@ -61,11 +61,12 @@ def constants(
     """Compile-time arguments that all kernels share."""
     chosen = tiles(components, width, value_width)
     padded, padded_value = power_of_two(width), power_of_two(value_width)
+    coarse = 0 if dtype == torch.float32 else 2 if interpreted() else 1
     return {
         "COMPONENTS": power_of_two(components), "WIDTH": padded, "VALUE_WIDTH": padded_value,
         "BLOCK": chosen.block, "WIDTH_TILE": min(chosen.width_tile, padded),
         "VALUE_TILE": min(chosen.value_tile, padded_value),
-        "COARSE": dtype in (torch.bfloat16, torch.float16), "PRECISION": precision,
+        "COARSE": coarse, "PRECISION": precision,
     }  # fmt: skip
 
 
@@ -204,8 +205,11 @@ def gma_fused_body(
     causal: bool,
     eps: float,
     precision: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, the states that were read, their masses, and the denominators ``(B·H, N)``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, the states that were read and their masses, denominators ``(B·H, N)``, exact output.
+
+    The latter is ``(B, H, N, d_v)`` in float32, or empty where the output is that already.
+    """
     with full_precision():
         call = Prepared(q, k, v, means, variances, log_priors, key_mask, causal, precision)
         programs, parts, part_blocks, program_parts = call.split(k.shape[2])
@@ -232,6 +236,7 @@ def gma_fused_body(
         states, masses = call.join(states, masses)
         out = blocks.like_layout(q, v)
         denominators = masses.new_empty(sequences, q.shape[2])
+        exact = masses.new_empty(out.shape if call.constants["COARSE"] else 0)
         call.launch(
             call.kernels.read,
             (-(-q.shape[2] // call.tiles.block), sequences),
@@ -240,6 +245,7 @@ def gma_fused_body(
             call.v,
             call.mask,
             out,
+            exact,
             denominators,
             *call.mixture,
             states,
@@ -254,7 +260,7 @@ def gma_fused_body(
             CAUSAL=causal,
             MASKED=call.masked,
         )
-        return out, states, masses, denominators
+        return out, states, masses, denominators, exact
 
 
 def gma_fused_backward_body(
@@ -270,6 +276,7 @@ def gma_fused_backward_body(
     states: Tensor,
     masses: Tensor,
     denominators: Tensor,
+    exact: Tensor,
     causal: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -278,6 +285,7 @@ def gma_fused_backward_body(
         call = Prepared(q, k, v, means, variances, log_priors, key_mask, causal, precision)
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
+        out = exact if exact.numel() else out
         sequences = call.batch * call.heads
         programs, grad_parts, part_blocks, program_parts = call.split(q.shape[2])
         sums_q = Sums(call, programs)
@@ -397,7 +405,7 @@ def _(
     causal: bool,
     eps: float,
     precision: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sequences, components = q.shape[0] * q.shape[1], means.shape[1]
     parts: Any = 1
     if causal:
@@ -405,11 +413,13 @@ def _(
         tokens = chosen.block * chosen.part_blocks
         parts = (q.shape[2] + tokens - 1) // tokens
     masses = q.new_empty(sequences, parts, components, dtype=torch.float32)
+    out = blocks.like_layout(q, v)
     return (
-        blocks.like_layout(q, v),
+        out,
         masses.new_empty(*masses.shape, v.shape[3]),
         masses,
         masses.new_empty(sequences, q.shape[2]),
+        masses.new_empty(0 if v.dtype == torch.float32 else out.shape),
     )
 
 
@@ -427,6 +437,7 @@ def _(
     states: Tensor,
     masses: Tensor,
     denominators: Tensor,
+    exact: Tensor,
     causal: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -465,5 +476,5 @@ def _fused_flops(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.gma_bench.gma_fused_backward)
 def _fused_backward_flops(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-    causal = shapes[12]
+    causal = shapes[13]
     return int(_backward_formula(*shapes[:8], shapes[9], shapes[10], causal, 0.0))

@@ -14,7 +14,8 @@ that cancels, term by term (see :mod:`gma_bench.ops.mixture`).
 
 Arguments in capitals are compile-time: ``COMPONENTS, WIDTH, VALUE_WIDTH`` are powers of two that
 hold ``components, width, value_width``; ``WIDTH_TILE, VALUE_TILE`` divide the latter two.
-``COARSE`` products of values take bfloat16 operands, others ``PRECISION``.
+Products with values that come in 16 bits are tf32 where ``COARSE`` is 1 (2: rounded to it by hand,
+for the interpreter, which knows only float32); all others, and every logit, have ``PRECISION``.
 """
 
 # mypy: ignore-errors
@@ -28,10 +29,20 @@ import triton.language as tl
 
 @triton.jit
 def product(a, b, COARSE: tl.constexpr, PRECISION: tl.constexpr):
-    """``a @ b`` summed in float32."""
-    if COARSE:
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    """``a @ b`` of float32 operands, summed in float32."""
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if COARSE == 1:
+        return tl.dot(a, b, input_precision="tf32")
+    if COARSE == 2:
+        a, b = to_tf32(a), to_tf32(b)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def to_tf32(x):
+    """Rounded to the 10 bits of mantissa that a tf32 product takes."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -96,8 +107,8 @@ def responsibilities(
             block = tile(x, stride, rows, columns, num_rows, width)
             first = tl.trans(tile(linear, width, slots, columns, components, width))
             second = tl.trans(tile(half_precision, width, slots, columns, components, width))
-            logits += product(block, first, False, PRECISION)
-            logits -= product(block * block, second, False, PRECISION)
+            logits += product(block, first, 0, PRECISION)
+            logits -= product(block * block, second, 0, PRECISION)
     constants = tl.load(constant + slots, mask=slots < components, other=float("-inf"))
     logits += constants[None, :]
     logits -= tl.max(logits, 1)[:, None]
@@ -162,13 +173,13 @@ def logits_backward(
             block = tile(x, stride, rows, columns, num_rows, width)
             first = tile(linear, width, slots, columns, components, width)
             second = tile(half_precision, width, slots, columns, components, width)
-            result = product(grad, first, False, PRECISION)
-            result -= 2.0 * block * product(grad, second, False, PRECISION)
+            result = product(grad, first, 0, PRECISION)
+            result -= 2.0 * block * product(grad, second, 0, PRECISION)
             put(grad_x, grad_stride, rows, columns, num_rows, width, result)
             add(grad_linear, width, slots, columns, components, width,
-                product(turned, block, False, PRECISION), rounds)  # fmt: skip
+                product(turned, block, 0, PRECISION), rounds)  # fmt: skip
             add(grad_square, width, slots, columns, components, width,
-                product(turned, block * block, False, PRECISION), rounds)  # fmt: skip
+                product(turned, block * block, 0, PRECISION), rounds)  # fmt: skip
     total = tl.load(grad_constant + slots, mask=present & (slots < components * rounds), other=0.0)
     tl.store(grad_constant + slots, total + tl.sum(grad, 0), mask=present)
     tl.debug_barrier()  # the sums are read again by other threads of this program
@@ -296,6 +307,7 @@ def read(
     v,
     key_mask,
     out,
+    exact,
     denominators,
     half_precision,
     linear,
@@ -335,7 +347,11 @@ def read(
     COARSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``O = Γ_Q Ṽ / (Γ_Q Z + ε)`` and the denominators ``(B·H, N)``, a block a program."""
+    """``O = Γ_Q Ṽ / (Γ_Q Z + ε)``, a block a program.
+
+    Also the denominators ``(B·H, N)``, and, ``COARSE``, O in float32 ``(B·H, N, d_v)``: backward
+    takes differences of it, which 16 bits do not carry.
+    """
     sequence = tl.program_id(1).to(tl.int64)
     batch, head = sequence // heads, sequence % heads
     q += batch * q_batch + head * q_head
@@ -410,7 +426,18 @@ def read(
                 values = tl.where(real[:, None], values, 0.0)
                 denominator += tl.sum(affinity, 1)
                 numerator += product(affinity, values, COARSE, PRECISION)
-        put(out, o_row, rows, columns, length, value_width, numerator / denominator[:, None])
+        result = numerator / denominator[:, None]
+        put(out, o_row, rows, columns, length, value_width, result)
+        if COARSE:
+            put(
+                exact + sequence * length * value_width,
+                value_width,
+                rows,
+                columns,
+                length,
+                value_width,
+                result,
+            )
         if start == 0:
             tl.store(denominators + sequence * length + rows, denominator, mask=rows < length)
 

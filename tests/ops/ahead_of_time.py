@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -24,12 +23,12 @@ from triton.compiler import ASTSource
 from gma_bench.ops import LOGITS, kernels
 from gma_bench.ops.fused import SCAN_BLOCK, constants, tiles
 
-PREC = os.environ.get("PREC", "ieee")
 KERNELS = ("write", "read", "read_backward", "write_backward", "scan")
 TOKENS = {"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"}
 FLOAT32 = {
     "half_precision", "linear", "means", "constant", "states", "masses", "grad_states",
     "grad_masses", "grad_square", "grad_linear", "grad_constant", "denominators", "ratios",
+    "exact",
 }  # fmt: skip
 
 
@@ -39,6 +38,8 @@ def signature(name: str, fixed: dict[str, Any], dtype: str) -> dict[str, str]:
     for argument in inspect.signature(getattr(kernels, name).fn).parameters:
         if argument in fixed:
             types[argument] = "constexpr"
+        elif argument == "out" and name == "read_backward":  # the exact output
+            types[argument] = "*fp32"
         elif argument in TOKENS:
             types[argument] = f"*{dtype}"
         elif argument in FLOAT32:

@@ -61,23 +61,24 @@ def evaluate(
     case: Case,
     backend: str,
     dtype: torch.dtype,
-    grad_out: Tensor | None = None,
     token_dtype: torch.dtype | None = None,
+    upstream_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Output and the gradients of the six tensors, in float64.
 
-    ``grad_out`` is drawn from a fixed seed unless given; ``token_dtype`` is that of q, k and v
-    where it differs from that of the parameters.
+    Args:
+        dtype: of the parameters, and of q, k and v unless ``token_dtype`` is given.
+        upstream_dtype: what the gradient of the output is rounded to beforehand.
     """
     token_dtype = token_dtype or dtype
     leaves = [
         t.to(token_dtype if i < 3 else dtype).requires_grad_() for i, t in enumerate(case.tensors)
     ]
     out = gma(*leaves, causal=case.causal, key_mask=case.key_mask, backend=backend)
-    if grad_out is None:
-        generator = torch.Generator().manual_seed(1)
-        grad_out = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    grads = torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
+    generator = torch.Generator().manual_seed(1)
+    upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    upstream = upstream.to(upstream_dtype or out.dtype).to(out.dtype)
+    grads = torch.autograd.grad(out, leaves, upstream)
     return [t.detach().double() for t in (out, *grads)]
 
 

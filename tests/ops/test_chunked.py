@@ -84,7 +84,7 @@ def test_low_precision_tokens_are_within_1e_2(form: str, dtype: torch.dtype) -> 
     case = make(**FORMS[form])
     tokens = [t.to(dtype).double() for t in case.tensors[:3]]  # what is lost before the call
     case = case._replace(tensors=(*tokens, *case.tensors[3:]))
-    want = evaluate(case, "reference", torch.float64)
+    want = evaluate(case, "reference", torch.float64, upstream_dtype=dtype)
     got = evaluate(case, "chunked", torch.float32, token_dtype=dtype)
     assert max(errors(got, want)) < 1e-2
 

@@ -1,0 +1,196 @@
+"""GMA against the paper's broadcast form, attention and a Linear Transformer; time and memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from baselines.linear_transformer import linear_attention
+from gma_bench.ops import gma
+from gma_bench.profiling.storages import StorageTracker
+
+NUM_THREADS = 2
+BATCH, HEADS, WIDTH, COMPONENTS = 1, 4, 64, 64
+SEQ_LEN, MEMORY_LEN, LONG_LEN = 4096, 1024, 262_144
+ROUNDS, LONG_ROUNDS = 9, 3
+
+Call = Callable[[], Tensor]
+
+
+class Comparison(NamedTuple):
+    """One row: the time of ``other`` over that of GMA, or the other way round."""
+
+    name: str
+    causal: bool
+    other: str
+    slower_than: bool
+    target: str
+
+
+COMPARISONS = (
+    Comparison("broadcast form / GMA", False, "broadcast", False, ">= 120"),
+    Comparison("fused SDPA / GMA", False, "sdpa", False, ">= 15"),
+    Comparison("GMA / Linear Transformer", False, "linear", True, "<= 1.5"),
+    Comparison("causal fused SDPA / causal GMA", True, "sdpa", False, ">= 6"),
+    Comparison("causal GMA / causal Linear Transformer", True, "linear", True, "<= 1.3"),
+)
+
+
+class Inputs:
+    """Tokens as a normalised projection leaves them, and a mixture as the module starts with."""
+
+    def __init__(self, seq_len: int, variance: float = WIDTH) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def tokens() -> Tensor:
+            x = torch.randn(BATCH, seq_len, HEADS, WIDTH, generator=generator)
+            return F.layer_norm(x, (WIDTH,)).transpose(1, 2).contiguous()
+
+        shape = HEADS, COMPONENTS, WIDTH
+        self.tokens = [tokens().requires_grad_() for _ in range(3)]
+        self.upstream = tokens()
+        self.mixture = [
+            torch.randn(shape, generator=generator).requires_grad_(),
+            torch.full(shape, float(variance)).requires_grad_(),
+            torch.zeros(shape[:2]).requires_grad_(),
+        ]
+
+    def call(self, name: str, causal: bool) -> Call:
+        """The forward pass of one subject."""
+        q, k, v = self.tokens
+        return {
+            "gma": lambda: gma(q, k, v, *self.mixture, causal=causal, backend="chunked"),
+            "broadcast": lambda: gma(q, k, v, *self.mixture, causal=causal, backend="reference"),
+            "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+            "linear": lambda: linear_attention(q, k, v, causal=causal),
+        }[name]
+
+    def forward_backward(self, name: str, causal: bool) -> None:
+        """A pass in both directions, gradients of everything that has one."""
+        leaves = self.tokens + (self.mixture if name in ("gma", "broadcast") else [])
+        torch.autograd.grad(self.call(name, causal)(), leaves, self.upstream)
+
+
+def seconds(run: Callable[[], None]) -> float:
+    """Wall-clock time of one run."""
+    gc.collect()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def peak_bytes(inputs: Inputs, name: str, causal: bool) -> int:
+    """The most that was allocated above the inputs during a pass in both directions.
+
+    Counted by torch's profiler from every allocation and release, those inside operators included.
+    """
+    inputs.forward_backward(name, causal)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        inputs.forward_backward(name, causal)
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))
+
+
+def storage_bytes(inputs: Inputs, name: str, causal: bool) -> int:
+    """The most that tensors held above the inputs, what operators use inside themselves left out."""
+    with StorageTracker() as tracker:
+        inputs.forward_backward(name, causal)
+    return tracker.peak_bytes
+
+
+def rows() -> Iterator[dict[str, object]]:
+    """Measure; ratios are medians over rounds in which all subjects take turns."""
+    torch.set_num_threads(NUM_THREADS)
+    yield from _times()
+    yield from _memory()
+    yield from _growth()
+
+
+def _times() -> Iterator[dict[str, object]]:
+    inputs = Inputs(SEQ_LEN)
+    subjects = [("gma", False), ("gma", True)] + [(c.other, c.causal) for c in COMPARISONS]
+    taken: dict[tuple[str, bool], list[float]] = {subject: [] for subject in subjects}
+    for number in range(ROUNDS + 1):
+        for subject, times in taken.items():
+            if subject[0] == "broadcast" and number > 3:
+                continue  # seconds each: three rounds tell enough
+            elapsed = seconds(lambda subject=subject: inputs.forward_backward(*subject))  # type: ignore[misc]
+            if number:  # the first round warms up
+                times.append(elapsed)
+    for comparison in COMPARISONS:
+        mine = taken["gma", comparison.causal]
+        theirs = taken[comparison.other, comparison.causal]
+        pairs = list(zip(mine, theirs, strict=False))
+        ratios = [a / b if comparison.slower_than else b / a for a, b in pairs]
+        yield {
+            "benchmark": comparison.name,
+            "seq_len": SEQ_LEN,
+            "gma_ms": 1e3 * statistics.median(mine),
+            "other_ms": 1e3 * statistics.median(theirs),
+            "ratio": statistics.median(ratios),
+            "ratio_low": min(ratios),
+            "ratio_high": max(ratios),
+            "target": comparison.target,
+        }
+
+
+def _memory() -> Iterator[dict[str, object]]:
+    inputs = Inputs(MEMORY_LEN)
+    theirs = storage_bytes(inputs, "sdpa", False)  # the lower of its two counts
+    for causal, target in ((False, "<= 1.15"), (True, None)):
+        mine = peak_bytes(inputs, "gma", causal)
+        yield {
+            "benchmark": f"peak memory, {'causal ' if causal else ''}GMA / fused SDPA",
+            "seq_len": MEMORY_LEN,
+            "gma_mb": mine / 2**20,
+            "other_mb": theirs / 2**20,
+            "ratio": mine / theirs,
+            "target": target,
+        }
+
+
+def _growth() -> Iterator[dict[str, object]]:
+    short, long = Inputs(SEQ_LEN), Inputs(LONG_LEN)
+    factor = LONG_LEN // SEQ_LEN
+    ratios = []
+    for number in range(LONG_ROUNDS + 1):
+        few = statistics.median(
+            seconds(lambda: short.forward_backward("gma", False)) for _ in range(5)
+        )
+        many = seconds(lambda: long.forward_backward("gma", False))
+        if number:
+            ratios.append(many / few)
+    yield {
+        "benchmark": f"time at {LONG_LEN:,} tokens / at {SEQ_LEN:,}",
+        "seq_len": LONG_LEN,
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+        "target": f"{0.9 * factor:.0f} to {1.1 * factor:.0f}",
+    }
+    few_bytes, many_bytes = (peak_bytes(x, "gma", False) for x in (short, long))
+    yield {
+        "benchmark": f"peak memory at {LONG_LEN:,} tokens / at {SEQ_LEN:,}",
+        "seq_len": LONG_LEN,
+        "gma_mb": many_bytes / 2**20,
+        "other_mb": few_bytes / 2**20,
+        "ratio": many_bytes / few_bytes,
+        "target": f"{0.9 * factor:.0f} to {1.1 * factor:.0f}",
+    }
+
+
+if __name__ == "__main__":
+    for row in rows():
+        print("  ".join(f"{name}={value}" for name, value in row.items() if value is not None))
