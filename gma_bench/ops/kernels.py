@@ -15,7 +15,7 @@ that cancels, term by term (see :mod:`gma_bench.ops.mixture`).
 Arguments in capitals are compile-time: ``COMPONENTS, WIDTH, VALUE_WIDTH`` are powers of two that
 hold ``components, width, value_width``; ``WIDTH_TILE, VALUE_TILE`` divide the latter two.
 Products with values that come in 16 bits are tf32 where ``COARSE`` is 1 (2: rounded to it by hand,
-for the interpreter, which knows only float32); all others, and every logit, have ``PRECISION``.
+for the interpreter, which knows only float32); every logit has ``PRECISION``.
 """
 
 # mypy: ignore-errors
@@ -35,6 +35,18 @@ def product(a, b, COARSE: tl.constexpr, PRECISION: tl.constexpr):
         return tl.dot(a, b, input_precision="tf32")
     if COARSE == 2:
         a, b = to_tf32(a), to_tf32(b)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def fine_product(a, b, COARSE: tl.constexpr, PRECISION: tl.constexpr):
+    """``a @ b`` for gradients of responsibilities: what counts is how these differ.
+
+    Where values come in 16 bits, three tf32 products that together carry float32.
+    """
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if COARSE == 1:
+        return tl.dot(a, b, input_precision="tf32x3")
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -569,7 +581,7 @@ def read_backward(
                     components,
                     value_width,
                 )
-                grad += product(upstream, tl.trans(state), COARSE, PRECISION)
+                grad += fine_product(upstream, tl.trans(state), COARSE, PRECISION)
                 add(
                     grad_states + place * components * value_width,
                     value_width,
@@ -615,12 +627,12 @@ def read_backward(
                         upstream = tile(grad_out, g_row, rows, columns, length, value_width)
                         values = tile(v, v_row, keys, columns, length, value_width)
                         values = tl.where(real[:, None], values, 0.0)
-                        affinity += product(
+                        affinity += fine_product(
                             upstream * inverse[:, None], tl.trans(values), COARSE, PRECISION
                         )
                     seen = (keys[None, :] <= rows[:, None]) & real[None, :]
                     affinity = tl.where(seen, affinity, 0.0)
-                    grad += product(affinity, gamma_k, COARSE, PRECISION)
+                    grad += fine_product(affinity, gamma_k, COARSE, PRECISION)
             grad = tl.where((rows < length)[:, None], softmax_backward(grad, gamma), 0.0)
             logits_backward(
                 grad,
@@ -769,7 +781,7 @@ def write_backward(
                 )
                 values = tile(v, v_row, rows, columns, length, value_width)
                 values = tl.where(real[:, None], values, 0.0)
-                grad += product(values, tl.trans(grad_state), COARSE, PRECISION)
+                grad += fine_product(values, tl.trans(grad_state), COARSE, PRECISION)
                 result = product(gamma, grad_state, COARSE, PRECISION)
                 if CAUSAL:
                     for other in range(block, (part + 1) * part_blocks):
@@ -801,12 +813,12 @@ def write_backward(
                         upstream = tile(grad_out, g_row, queries, columns, length, value_width)
                         upstream /= denominator[:, None]
                         result += product(affinity, upstream, COARSE, PRECISION)
-                        share = product(values, tl.trans(upstream), COARSE, PRECISION)
+                        share = fine_product(values, tl.trans(upstream), COARSE, PRECISION)
                         if start == 0:
                             ratio = tl.load(ratios + where, mask=inside, other=0.0)
                             share -= ratio[None, :]
                         share = tl.where(seen, share, 0.0)
-                        grad += product(share, gamma_q, COARSE, PRECISION)
+                        grad += fine_product(share, gamma_q, COARSE, PRECISION)
                 result = tl.where(real[:, None], result, 0.0)
                 put(grad_v, dv_row, rows, columns, length, value_width, result)
             grad = tl.where(real[:, None], softmax_backward(grad, gamma), 0.0)
