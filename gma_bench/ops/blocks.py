@@ -13,6 +13,7 @@ masked product inside them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,19 +27,21 @@ Group = slice
 """Consecutive sequences of the batch that are worked on together."""
 
 
-def block_rows(rows: int) -> int:
-    """Rows (heads × tokens) of a block: at most what L2 holds, at least what a matrix product likes.
+def block_rows(rows: int, heads: int, width: int, components: int) -> int:
+    """Rows (heads × tokens) of a block, for ``rows`` in all.
 
-    Between the two it is a small part of the input, so that the peak of memory is set by what
-    goes in and comes out.
+    At most what the cache holds, at least what a matrix product likes. Between the two, as many as
+    keep all that backward holds (the parameters in several forms, and a block) below an eighth of
+    its inputs' gradients: the peak of memory is set by what goes in and comes out.
     """
-    return min(max(rows // 18, 192), 2048)
+    spare = 2 * rows * width - 24 * heads * components * width  # bytes of float32
+    return min(max(spare // (8 * width + 12 * components), 192), 2048)
 
 
-def plan(x: Tensor, multiple: int = 16) -> tuple[int, int]:
-    """``(sequences of a group, tokens of a block)`` for ``x (B, H, N, ·)``."""
-    batch, heads, length, _ = x.shape
-    rows = block_rows(batch * heads * length)
+def plan(x: Tensor, components: int, multiple: int = 16) -> tuple[int, int]:
+    """``(sequences of a group, tokens of a block)`` for ``x (B, H, N, d_r)``."""
+    batch, heads, length, width = x.shape
+    rows = block_rows(batch * heads * length, heads, width, components)
     group = max(1, min(batch, rows // max(1, heads * length)))
     return group, max(multiple, rows // heads // multiple * multiple)
 
@@ -64,9 +67,9 @@ def by_head(x: Tensor, group: Group) -> Tensor:
     return x[group].transpose(0, 1)
 
 
-def num_causal_blocks(q: Tensor) -> int:
+def num_causal_blocks(q: Tensor, components: int) -> int:
     """How many blocks :func:`causal` works through, ``len(causal_spans(…))``."""
-    tokens = plan(q, CHUNK)[1]
+    tokens = plan(q, components, CHUNK)[1]
     whole, left = q.shape[2] // CHUNK, q.shape[2] % CHUNK
     return (whole * CHUNK + tokens - 1) // tokens + (1 if left else 0)
 
@@ -153,7 +156,7 @@ def write(k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None) -> tu
     components = mixture.constant.shape[-1]
     written = v.new_empty(batch, heads, components, v.shape[-1], dtype=mixture.dtype)
     mass = written.new_empty(batch, heads, components)
-    size, tokens = plan(k)
+    size, tokens = plan(k, mixture.components)
     near = mixture.is_near(k)
     for group in groups(batch, size):
         count = group.stop - group.start
@@ -184,7 +187,7 @@ def read(
     q: Tensor, written: Tensor, mass: Tensor, mixture: Mixture, eps: float, out: Tensor
 ) -> None:
     """``O = Γ_Q Ṽ / (Γ_Q Z + ε)`` into ``out (B, H, N, d_v)``."""
-    size, tokens = plan(q)
+    size, tokens = plan(q, mixture.components)
     near = mixture.is_near(q)
     for group in groups(len(q), size):
         memory = Memory(written, mass, group, eps)
@@ -208,7 +211,7 @@ def read_backward(
     mixture = gradients.mixture
     grad_q = torch.empty_like(q)
     grad_written, grad_mass = torch.empty_like(written), torch.empty_like(mass)
-    size, tokens = plan(q)
+    size, tokens = plan(q, mixture.components)
     near = mixture.is_near(q)
     for group in groups(len(q), size):
         memory = Memory(written, mass, group, eps)
@@ -250,7 +253,7 @@ def write_backward(
     """Gradients of :func:`write` for ``k`` and ``v``; the mixture's go to ``gradients``."""
     mixture = gradients.mixture
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-    size, tokens = plan(k)
+    size, tokens = plan(k, mixture.components)
     near = mixture.is_near(k)
     for group in groups(len(k), size):
         count = group.stop - group.start
@@ -278,7 +281,7 @@ def write_backward(
 def responsibilities(x: Tensor, mixture: Mixture) -> Tensor:
     """Posteriors of every token, ``(B, H, N, d_r) -> (B, H, N, K)``."""
     out = x.new_empty(*x.shape[:3], mixture.constant.shape[-1], dtype=mixture.dtype)
-    size, tokens = plan(x)
+    size, tokens = plan(x, mixture.components)
     near = mixture.is_near(x)
     for group in groups(len(x), size):
         source, target = by_head(x, group), by_head(out, group)
@@ -295,7 +298,7 @@ def responsibilities_backward(grad: Tensor, x: Tensor, gradients: MixtureGradien
     """Gradient of :func:`responsibilities` for ``x``; the mixture's go to ``gradients``."""
     mixture = gradients.mixture
     grad_x = torch.empty_like(x)
-    size, tokens = plan(x)
+    size, tokens = plan(x, mixture.components)
     near = mixture.is_near(x)
     for group in groups(len(x), size):
         source, upstream, target = (by_head(t, group) for t in (x, grad, grad_x))
@@ -336,30 +339,28 @@ class Causal:
         self.count, self.chunks = count, length // chunk
         self.gamma_q, self.gamma_k = chunked(self.query_gamma, chunk), chunked(keys.gamma, chunk)
         self.values = chunked(keys.values, chunk)
-        self.before = q.new_ones(self.chunks, self.chunks).tril_(-1)  # earlier chunks of a block
         self.states, self.next_state = self.scan(
             torch.bmm(self.gamma_k.transpose(1, 2), self.values), state
         )
-        self.masses, self.next_mass = self.scan(
-            self.gamma_k.sum(1).unsqueeze(-1), mass.unsqueeze(-1)
-        )
+        masses, self.next_mass = self.scan(self.gamma_k.sum(1), mass)
+        self.masses = masses.unsqueeze(1)  # (E·c, 1, K)
         self.affinity = torch.bmm(self.gamma_q, self.gamma_k.transpose(1, 2)).tril_()
         self.denominator = (
-            torch.bmm(self.gamma_q, self.masses).add_(self.affinity.sum(-1, keepdim=True)).add_(eps)
+            dot(self.gamma_q, self.masses).add_(self.affinity.sum(-1, keepdim=True)).add_(eps)
         )
 
     def scan(self, parts: Tensor, state: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """Exclusive prefix (or suffix) sums over the chunks of a block, from ``state (E, K, ·)``.
+        """Exclusive prefix (or suffix) sums over the chunks of a block, from ``state (E, …)``.
 
-        Returns the state before each chunk ``(E·c, K, ·)`` and the state after the block.
+        Returns the state before each chunk ``(E·c, …)`` and the state after the block.
         """
-        flat = parts.view(len(state), self.chunks, -1)
-        before = self.before.T if reverse else self.before
-        states = torch.baddbmm(
-            state.reshape(len(state), 1, -1), before.expand(len(state), -1, -1), flat
-        )
-        end = 0 if reverse else -1
-        after = (states[:, end] + flat[:, end]).view(state.shape)
+        flat = parts.view(len(state), self.chunks, *state.shape[1:])
+        states = torch.empty_like(flat)
+        order = list(range(self.chunks))[:: -1 if reverse else 1]
+        states[:, order[0]] = state
+        for chunk, following in pairwise(order):
+            torch.add(states[:, chunk], flat[:, chunk], out=states[:, following])
+        after = states[:, order[-1]] + flat[:, order[-1]]
         return states.view(parts.shape), after
 
 
@@ -379,7 +380,7 @@ def causal(
     Returns the state before each block and its mass: ``(blocks + 1, B, H, K, d_v)`` and
     ``(blocks + 1, B, H, K)``; the last one is the state after the sequence.
     """
-    size, tokens = plan(q, CHUNK)
+    size, tokens = plan(q, mixture.components, CHUNK)
     parts = causal_spans(q.shape[2], tokens)
     near = mixture.is_near(q), mixture.is_near(k)
     states, masses = empty_states(q, v, mixture, len(parts))
@@ -425,7 +426,7 @@ def causal_backward(
     mixture = gradients.mixture
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     grad_state, grad_mass = torch.empty_like(states[0]), torch.empty_like(masses[0])
-    size, tokens = plan(q, CHUNK)
+    size, tokens = plan(q, mixture.components, CHUNK)
     parts = causal_spans(q.shape[2], tokens)
     near = mixture.is_near(q), mixture.is_near(k)
     for group in groups(len(q), size):
@@ -480,10 +481,10 @@ class CausalBackward:
         self.states, self.earlier_state = block.scan(
             torch.bmm(query, self.grad), later, reverse=True
         )
-        self.masses, earlier_mass = block.scan(
-            torch.bmm(query, self.grad_denominator), later_mass.unsqueeze(-1), reverse=True
+        masses, self.earlier_mass = block.scan(
+            (block.gamma_q * self.grad_denominator).sum(1), later_mass, reverse=True
         )
-        self.earlier_mass = earlier_mass.squeeze(-1)
+        self.masses = masses.unsqueeze(1)  # (E·c, 1, K)
 
     def grad_values(self) -> Tensor:
         """Of the values of the block."""
@@ -493,15 +494,13 @@ class CausalBackward:
 
     def grad_query_logits(self) -> Tensor:
         """Of the logits of the queries."""
-        grad = self.read.addcmul_(self.grad_denominator, self.block.masses.transpose(1, 2))
+        grad = self.read.addcmul_(self.grad_denominator, self.block.masses)
         grad.baddbmm_(self.affinity, self.block.gamma_k)
         return softmax_backward(grad, self.block.gamma_q)
 
     def grad_key_logits(self) -> Tensor:
         """Of the logits of the keys."""
-        grad = torch.baddbmm(
-            self.masses.transpose(1, 2), self.block.values, self.states.transpose(1, 2)
-        )
+        grad = torch.baddbmm(self.masses, self.block.values, self.states.transpose(1, 2))
         grad.baddbmm_(self.affinity.transpose(1, 2), self.block.gamma_q)
         return softmax_backward(grad, self.block.gamma_k)
 

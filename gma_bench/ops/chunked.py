@@ -132,7 +132,7 @@ def _(
     dtype = compute_dtype(q, k, v, means, variances)
     shape = *q.shape[:2], means.shape[1]
     if causal:
-        shape = blocks.num_causal_blocks(q) + 1, *shape
+        shape = blocks.num_causal_blocks(q, means.shape[1]) + 1, *shape
     mass = q.new_empty(shape, dtype=dtype)
     return blocks.like_layout(q, v), mass.new_empty(*shape, v.shape[-1]), mass
 

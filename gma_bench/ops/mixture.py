@@ -53,7 +53,7 @@ class Mixture:
         self, means: Tensor, variances: Tensor, log_priors: Tensor, dtype: torch.dtype
     ) -> None:
         self.parameters = means, variances, log_priors
-        self.dtype = dtype
+        self.components, self.dtype = means.shape[1], dtype
         mean, variance = means.double(), variances.double()
         precision = variance.reciprocal()
         norm = (mean.square() * precision).sum(-1)  # Σ μ²/σ², (H, K)
