@@ -7,6 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from gma_bench.profiling.storages import StorageTracker
 NUM_THREADS = 2
 BATCH, HEADS, WIDTH, COMPONENTS = 1, 4, 64, 64
 SEQ_LEN, MEMORY_LEN, LONG_LEN = 4096, 1024, 262_144
-ROUNDS, LONG_ROUNDS = 9, 3
+ROUNDS, SLOW_ROUNDS = 9, 3
 
 Call = Callable[[], Tensor]
 
@@ -80,12 +81,14 @@ class Inputs:
         torch.autograd.grad(self.call(name, causal)(), leaves, self.upstream)
 
 
-def seconds(run: Callable[[], None]) -> float:
-    """Wall-clock time of one run."""
+def seconds(run: Callable[[], object], threads: int) -> float:
+    """Wall-clock time of a run; on one thread, processor time, which other processes leave alone."""
+    torch.set_num_threads(threads)
+    clock = time.perf_counter if threads > 1 else time.thread_time
     gc.collect()
-    start = time.perf_counter()
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def peak_bytes(inputs: Inputs, name: str, causal: bool) -> int:
@@ -112,7 +115,6 @@ def storage_bytes(inputs: Inputs, name: str, causal: bool) -> int:
 
 def rows() -> Iterator[dict[str, object]]:
     """Measure; ratios are medians over rounds in which all subjects take turns."""
-    torch.set_num_threads(NUM_THREADS)
     yield from _times()
     yield from _memory()
     yield from _growth()
@@ -120,30 +122,45 @@ def rows() -> Iterator[dict[str, object]]:
 
 def _times() -> Iterator[dict[str, object]]:
     inputs = Inputs(SEQ_LEN)
+    wall, processor = (_rounds(inputs, threads) for threads in (NUM_THREADS, 1))
+    for comparison in COMPARISONS:
+        ratios = _ratios(comparison, wall)
+        mine, theirs = (
+            1e3 * statistics.median(wall[subject, comparison.causal])
+            for subject in ("gma", comparison.other)
+        )
+        yield {
+            "benchmark": comparison.name,
+            "seq_len": SEQ_LEN,
+            "gma_ms": mine,
+            "other_ms": theirs,
+            "ratio": statistics.median(ratios),
+            "ratio_low": min(ratios),
+            "ratio_high": max(ratios),
+            "one_thread_ratio": statistics.median(_ratios(comparison, processor)),
+            "target": comparison.target,
+        }
+
+
+def _rounds(inputs: Inputs, threads: int) -> dict[tuple[str, bool], list[float]]:
+    """Times of every subject, round by round."""
     subjects = [("gma", False), ("gma", True)] + [(c.other, c.causal) for c in COMPARISONS]
     taken: dict[tuple[str, bool], list[float]] = {subject: [] for subject in subjects}
     for number in range(ROUNDS + 1):
         for subject, times in taken.items():
-            if subject[0] == "broadcast" and number > 3:
-                continue  # seconds each: three rounds tell enough
-            elapsed = seconds(lambda subject=subject: inputs.forward_backward(*subject))  # type: ignore[misc]
+            if subject[0] == "broadcast" and number > SLOW_ROUNDS:
+                continue  # seconds each
+            elapsed = seconds(partial(inputs.forward_backward, *subject), threads)
             if number:  # the first round warms up
                 times.append(elapsed)
-    for comparison in COMPARISONS:
-        mine = taken["gma", comparison.causal]
-        theirs = taken[comparison.other, comparison.causal]
-        pairs = list(zip(mine, theirs, strict=False))
-        ratios = [a / b if comparison.slower_than else b / a for a, b in pairs]
-        yield {
-            "benchmark": comparison.name,
-            "seq_len": SEQ_LEN,
-            "gma_ms": 1e3 * statistics.median(mine),
-            "other_ms": 1e3 * statistics.median(theirs),
-            "ratio": statistics.median(ratios),
-            "ratio_low": min(ratios),
-            "ratio_high": max(ratios),
-            "target": comparison.target,
-        }
+    return taken
+
+
+def _ratios(comparison: Comparison, taken: dict[tuple[str, bool], list[float]]) -> list[float]:
+    """One a round."""
+    mine, theirs = (taken[name, comparison.causal] for name in ("gma", comparison.other))
+    pairs = zip(mine, theirs, strict=False)
+    return [a / b if comparison.slower_than else b / a for a, b in pairs]
 
 
 def _memory() -> Iterator[dict[str, object]]:
@@ -164,21 +181,23 @@ def _memory() -> Iterator[dict[str, object]]:
 def _growth() -> Iterator[dict[str, object]]:
     short, long = Inputs(SEQ_LEN), Inputs(LONG_LEN)
     factor = LONG_LEN // SEQ_LEN
-    ratios = []
-    for number in range(LONG_ROUNDS + 1):
-        few = statistics.median(
-            seconds(lambda: short.forward_backward("gma", False)) for _ in range(5)
-        )
-        many = seconds(lambda: long.forward_backward("gma", False))
-        if number:
-            ratios.append(many / few)
+    bounds = f"{0.9 * factor:.0f} to {1.1 * factor:.0f}"
+    ratios: dict[int, list[float]] = {NUM_THREADS: [], 1: []}
+    for number in range(SLOW_ROUNDS + 1):
+        for threads, found in ratios.items():
+            few, many = (partial(x.forward_backward, "gma", False) for x in (short, long))
+            once = statistics.median(seconds(few, threads) for _ in range(5))
+            ratio = seconds(many, threads) / once
+            if number:
+                found.append(ratio)
     yield {
         "benchmark": f"time at {LONG_LEN:,} tokens / at {SEQ_LEN:,}",
         "seq_len": LONG_LEN,
-        "ratio": statistics.median(ratios),
-        "ratio_low": min(ratios),
-        "ratio_high": max(ratios),
-        "target": f"{0.9 * factor:.0f} to {1.1 * factor:.0f}",
+        "ratio": statistics.median(ratios[NUM_THREADS]),
+        "ratio_low": min(ratios[NUM_THREADS]),
+        "ratio_high": max(ratios[NUM_THREADS]),
+        "one_thread_ratio": statistics.median(ratios[1]),
+        "target": bounds,
     }
     few_bytes, many_bytes = (peak_bytes(x, "gma", False) for x in (short, long))
     yield {
@@ -187,7 +206,7 @@ def _growth() -> Iterator[dict[str, object]]:
         "gma_mb": many_bytes / 2**20,
         "other_mb": few_bytes / 2**20,
         "ratio": many_bytes / few_bytes,
-        "target": f"{0.9 * factor:.0f} to {1.1 * factor:.0f}",
+        "target": bounds,
     }
 
 
