@@ -1,0 +1,41 @@
+"""The comparison is fair: every mixer's model has as many parameters as softmax attention's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from gma_bench.config import choices, compose
+from gma_bench.cost import unprepared_task
+from gma_bench.errors import UserError
+from gma_bench.listing import FAIR_SHARE, REFERENCE
+from gma_bench.model import build_model, count_parameters
+
+
+def parameters(mixer: str, task: str, scale: str) -> int:
+    config = compose([f"task={task}", f"mixer={mixer}", f"scale={scale}"])
+    planned = unprepared_task(config)
+    vocab_size, num_outputs = planned.planned_sizes()
+    shape = SimpleNamespace(
+        causal=planned.causal, pooling=planned.pooling, max_length=planned.max_length,
+        vocab_size=vocab_size, num_outputs=num_outputs,
+    )  # fmt: skip
+    return count_parameters(build_model(config, shape))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", ["smoke", "mini", pytest.param("paper", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("task", ["listops", "text", "wikitext103", "mqar"])
+def test_parameters_are_within_five_percent_of_attention(task: str, scale: str) -> None:
+    reference = parameters(REFERENCE, task, scale)
+    compared = 0
+    for mixer in choices("mixer"):
+        if mixer == "external":
+            continue
+        try:
+            count = parameters(mixer, task, scale)
+        except UserError:
+            continue  # no causal form
+        assert abs(count / reference - 1) <= FAIR_SHARE, (mixer, count, reference)
+        compared += 1
+    assert compared >= 9
