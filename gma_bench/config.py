@@ -178,6 +178,7 @@ RULES: list[Rule] = [
     ("training.num_workers", _integer(0), "must be a whole number of at least 0", 0),
     ("training.checkpoint_minutes", _number(0), "must be at least 0", 10),
     ("training.log_every", _integer(1), POSITIVE, 10),
+    ("training.test", lambda v: isinstance(v, bool), "must be true or false", "true"),
     ("trainer.num_threads", _integer(1), POSITIVE, 1),
     ("mixer.num_components", _integer(1), POSITIVE, 64),
     ("mixer.routing_dim", _integer(1), POSITIVE, 32),

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
@@ -25,9 +27,11 @@ from torch.utils.data import DataLoader
 
 from gma_bench.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
 from gma_bench.errors import SettingError, UserError
+from gma_bench.loading import EvaluationBatches
 from gma_bench.mixer import state_bytes
 from gma_bench.model import SequenceModel, build_model, count_parameters
 from gma_bench.results import Outcome
+from gma_bench.sharding import ShardedStrategy, gathered, is_sharded, load_whole, shard
 from gma_bench.store import require_disk
 from gma_bench.task import Batch, Task
 
@@ -103,10 +107,14 @@ class Trainee(L.LightningModule):
         self.tokens, self.seconds = 0, 0.0
         self._pending: list[tuple[int, Tensor]] = []
         self._split_metrics = nn.ModuleDict()
-        self._started = 0.0
+        self._started, self._forwards = 0.0, 0
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.model(tokens, mask)
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ShardedStrategy):
+            shard(self.model, self.trainer.strategy.device_mesh["data_parallel"])
 
     # --- training ---
 
@@ -207,13 +215,29 @@ class Trainee(L.LightningModule):
             logger.log_metrics({f"{split}/{k}": v for k, v in figures.items()}, self.global_step)
 
     def _start_split(self, split: str) -> None:
+        self._forwards = 0
         self._split_metrics = nn.ModuleDict(self.task.new_metrics(split)).to(self.device)
 
     def _evaluate(self, split: str, batch: Batch) -> None:
         logits = self.model(batch["tokens"], batch["mask"])
+        self._forwards += 1
         self.task.update(dict(self._split_metrics.items()), logits, batch)  # type: ignore[arg-type]
 
+    def _keep_pace(self, split: str) -> None:
+        """Where a forward pass is a collective (FSDP), run as many on every rank.
+
+        Ranks share the examples of a split, none twice and none dropped, so one may have a batch
+        more than another, which would wait for ever.
+        """
+        if not is_sharded(self.model):
+            return
+        size, world = len(self.task.splits[split]), self.trainer.world_size  # type: ignore[arg-type]
+        most = len(EvaluationBatches(size, self.task.eval_batch_size, world_size=world))  # rank 0's
+        for _ in range(most - self._forwards):
+            self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+
     def _finish_split(self, split: str) -> dict[str, float]:
+        self._keep_pace(split)
         figures = self.task.compute(dict(self._split_metrics.items()))  # type: ignore[arg-type]
         self._split_metrics = nn.ModuleDict()
         return figures
@@ -234,25 +258,42 @@ class Trainee(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._flush_losses()  # callbacks may save before this step's loss was looked at
         checkpoint["curves"] = self.curves
-        checkpoint["progress"] = {"tokens": self.tokens, "seconds": self.seconds}
-        checkpoint["random"] = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            checkpoint["random"]["cuda"] = torch.cuda.get_rng_state_all()
+        own: dict[str, Any] = {"tokens": self.tokens, "seconds": self.seconds}
+        own["random"] = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            own["random"]["cuda"] = torch.cuda.get_rng_state(self.device)
+        checkpoint["ranks"] = _of_all_ranks(own)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "optimizer_states" not in checkpoint:  # weights alone: the best checkpoint
             return
         self.curves = checkpoint["curves"]
-        self.tokens = checkpoint["progress"]["tokens"]
-        self.seconds = checkpoint["progress"]["seconds"]
-        self._random = checkpoint["random"]
+        own = checkpoint["ranks"][self.global_rank]
+        self.tokens, self.seconds = own["tokens"], own["seconds"]
+        self._random = own["random"]
 
     def on_train_start(self) -> None:
         random = self.__dict__.pop("_random", None)
-        if random is not None:
+        if random is None:
+            if self.global_rank:  # ranks drop out different units
+                torch.manual_seed(torch.initial_seed() + (self.global_rank << 32))
+        else:
             torch.set_rng_state(random["cpu"].cpu())
             if "cuda" in random:
-                torch.cuda.set_rng_state_all([state.cpu() for state in random["cuda"]])
+                torch.cuda.set_rng_state(random["cuda"].cpu(), self.device)
+
+
+def _of_all_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank has of a thing, in order; all ranks must ask."""
+    if not dist.is_initialized():
+        return [own]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+QUEUE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What queues send before a time limit or a preemption; Lightning and submitit listen to one each."""
 
 
 class ResumePoint(Callback):
@@ -267,29 +308,48 @@ class ResumePoint(Callback):
         self.path, self.interval_s = path, 60 * minutes
         self.signum: int | None = None
         self._last = time.monotonic()
+        self._before: dict[int, Any] = {}
+        self._listeners: dict[int, Any] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While the body runs, SIGTERM and SIGINT ask for a stop at the end of the step.
+        """While the body runs, a signal asks for a stop at the end of the step; a second one stops at once.
 
-        A second one stops at once.
+        SIGTERM and SIGINT end the run. What a queue sends is handed on, once the resume point is
+        written, to whoever listened before (submitit, or Lightning under Slurm): they queue the job
+        again.
         """
-
-        def ask(signum: int, frame: Any) -> None:
-            if self.signum is not None:
-                raise Stopped(signum)
-            self.signum = signum
-            print("stopping at the end of this step; once more stops at once", file=sys.stderr)
-
-        try:
-            before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not the main thread: whoever owns it gets the signals
-            before = {}
+        self._take_over()
         try:
             yield
         finally:
-            for signum, handler in before.items():
+            for signum, handler in self._before.items():
                 signal.signal(signum, handler)
+
+    def _take_over(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # whoever owns it gets the signals
+        for signum in (signal.SIGTERM, signal.SIGINT, *QUEUE_SIGNALS):
+            handler = signal.getsignal(signum)
+            if handler == self._ask or (signum in QUEUE_SIGNALS and not callable(handler)):
+                continue
+            self._before.setdefault(signum, handler)
+            self._listeners[signum] = handler
+            signal.signal(signum, self._ask)
+
+    def _ask(self, signum: int, frame: Any) -> None:
+        if self.signum is not None:
+            raise Stopped(signum)
+        self.signum = signum
+        print("stopping at the end of this step; once more stops at once", file=sys.stderr)
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        # Lightning has put its own handlers over ours. On SIGTERM they broadcast from within the
+        # handler, between whatever collectives the ranks are in, and wait for each other for ever.
+        self._take_over()
+
+    def on_test_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._take_over()
 
     def on_train_batch_end(
         self,
@@ -306,9 +366,25 @@ class ResumePoint(Callback):
             return
         trainer.save_checkpoint(self.path)
         self._last = time.monotonic()
-        stop = trainer.strategy.reduce_boolean_decision(self.signum is not None, all=False)
-        if stop:
-            raise Stopped(self.signum or signal.SIGTERM)
+        # Ranks may be asked one step apart, or one alone: they stop together, for one reason.
+        asked = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
+        signum = int(trainer.strategy.reduce(asked, reduce_op="max"))
+        if signum:
+            self._stop(trainer, signum)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)  # a stop within the test costs no training
+
+    def on_test_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if self.signum is not None and trainer.world_size == 1:
+            self._stop(trainer, self.signum)
+
+    def _stop(self, trainer: L.Trainer, signum: int) -> None:
+        listener = self._listeners.get(signum)
+        if signum in QUEUE_SIGNALS and callable(listener):
+            listener(signum, None)  # submitit's does not return
+            remove_hpc_checkpoints(trainer.default_root_dir)
+        raise Stopped(signum)
 
     @staticmethod
     def _between_steps(trainer: L.Trainer, batch_idx: int) -> bool:
@@ -316,6 +392,12 @@ class ResumePoint(Callback):
         done = batch_idx + 1
         assert isinstance(trainer.val_check_batch, int)
         return done % trainer.accumulate_grad_batches == 0 and done % trainer.val_check_batch != 0
+
+
+def remove_hpc_checkpoints(folder: Path | str) -> None:
+    """Remove what Lightning's Slurm handler saves beside our resume point, and would prefer to it."""
+    for path in Path(folder).glob("hpc_ckpt_*.ckpt"):
+        path.unlink(missing_ok=True)
 
 
 def train(config: DictConfig, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -347,6 +429,7 @@ def train(config: DictConfig, callbacks: Sequence[Callback] = ()) -> Outcome:
     resume = ResumePoint(
         folder / "resume" / f"{config.run_id}.ckpt", config.training.checkpoint_minutes
     )
+    remove_hpc_checkpoints(config.output_dir)
     logger = build_logger(config)
     with _quiet(), _closing(logger), resume.listening():
         trainer = build_trainer(config, [best, resume, *callbacks], logger)
@@ -354,7 +437,8 @@ def train(config: DictConfig, callbacks: Sequence[Callback] = ()) -> Outcome:
         trainer.fit(module, ckpt_path=_resume_path(resume.path), weights_only=True)
         module._flush_losses()
         load_weights(module, Path(best.best_model_path))
-        trainer.test(module, verbose=False)
+        if config.training.test:
+            trainer.test(module, verbose=False)
     resume.path.unlink(missing_ok=True)
     return _outcome(config, module, best, trainer)
 
@@ -368,7 +452,9 @@ def build_trainer(
     return L.Trainer(
         accelerator=config.trainer.accelerator,
         devices=config.trainer.devices,
-        strategy=config.trainer.strategy,
+        strategy=ShardedStrategy()
+        if config.trainer.strategy == "fsdp"
+        else config.trainer.strategy,
         precision=config.trainer.precision,
         max_steps=training.steps,
         accumulate_grad_batches=training.accumulate,
@@ -453,14 +539,14 @@ def _resume_path(path: Path) -> Path | None:
         load_checkpoint(path)
     except DamagedCheckpoint as error:
         warnings.warn(f"resume point not used, starting over: {error}", stacklevel=2)
-        path.unlink()
+        path.unlink(missing_ok=True)  # another rank may have been faster
         return None
     return path
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
     """Load a sealed checkpoint's ``state_dict`` into a :class:`Trainee`."""
-    module.load_state_dict(load_checkpoint(path)["state_dict"])
+    load_whole(module, load_checkpoint(path)["state_dict"])
 
 
 @contextmanager
@@ -486,6 +572,7 @@ def _quiet() -> Iterator[None]:
             ".*your dataloader is not resumable.*",  # its order is a function of the step
             ".*Checkpoint directory.*exists and is not empty.*",  # one folder, a file a run
             ".*isinstance.*LeafSpec.*",
+            ".*sync_dist=True.*",  # the metrics themselves are summed over ranks
         ):
             warnings.filterwarnings("ignore", message=message)
         try:
@@ -505,12 +592,14 @@ def _outcome(
         for name, values in curves.items()
         if name.startswith("val_") and name != "val_step"
     }
-    metrics = {"val": validation, "test": module.test_figures}
+    metrics = {"val": validation}
+    if config.training.test:
+        metrics["test"] = module.test_figures
     peak_bytes, peak_method = peak_memory(config, task, trainer)
     return Outcome(
         metric=task.metric,
         split=task.split,
-        value=metrics[task.split][task.metric],
+        value=metrics[task.split][task.metric] if task.split in metrics else None,
         higher_is_better=task.higher_is_better,
         metrics=metrics,
         curves=curves,
@@ -542,7 +631,8 @@ def streaming_state_bytes(model: SequenceModel, task: Task) -> int | None:
         return None
     try:
         mixers: list[Any] = [block.mixer for block in model.blocks]
-        return sum(state_bytes(state_at(mixer, task.max_length, 1)) for mixer in mixers)
+        with gathered(model):
+            return sum(state_bytes(state_at(mixer, task.max_length, 1)) for mixer in mixers)
     except (NotImplementedError, UnknownGrowth):
         return None
 

@@ -1,6 +1,7 @@
 """The same search of learning rates for every mixer: grid in ``conf/tuned.yaml``, choice on validation.
 
-    gma-bench run -m task=listops mixer=gma,sdpa training.lr=0.001,0.002 … results_dir=tuning
+    gma-bench run -m task=listops mixer=gma,sdpa training.lr=0.001,0.002 … \\
+        training.test=false results_dir=tuning
     python -m gma_bench.tuning tuning mini
 
 The first runs the search, the second writes each cell's best rate into ``conf/tuned.yaml``.
