@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from gma_bench import ops
 from gma_bench.errors import SettingError
 from gma_bench.mixer import Mixer, State, zero_masked
 from gma_bench.ops import streaming
+from gma_bench.ops.parallel import context_parallel_gma
 
 
 class GaussianMixtureAttention(Mixer):
@@ -37,6 +39,10 @@ class GaussianMixtureAttention(Mixer):
         share_components_across_heads: one mixture for all heads instead of one each.
         eps: ε of the read.
         backend: which form of :func:`gma_bench.ops.gma` computes it.
+        context_group: processes that share each sequence (context parallelism). ``forward`` then takes
+            this process's consecutive tokens, mask and memory alike, and the processes exchange
+            states of K × d_v a head; parameters' gradients are this process's share, to be added up.
+            See :func:`gma_bench.ops.parallel.context_parallel_gma`.
 
     Raises:
         SettingError: a setting outside what is allowed.
@@ -59,6 +65,7 @@ class GaussianMixtureAttention(Mixer):
         share_components_across_heads: bool = False,
         eps: float = 1e-6,
         backend: str = "auto",
+        context_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(d_model, num_heads, causal, max_length)
         self.num_components = num_components
@@ -70,6 +77,7 @@ class GaussianMixtureAttention(Mixer):
             eps,
             backend,
         )
+        self.context_group = context_group
         self._check_settings()
         routing_width = num_heads * self.routing_dim
         self.q_proj = nn.Linear(d_model, routing_width, bias=False)
@@ -168,16 +176,17 @@ class GaussianMixtureAttention(Mixer):
             memory_mask = mask
         else:
             source = zero_masked(memory, memory_mask)
-        out = ops.gma(
+        arguments = (
             self._route(self.q_proj, x),
             self._route(self.k_proj, source),
             self.split_heads(self.v_proj(source)),
             *self._mixture(),
-            causal=self.causal,
-            key_mask=memory_mask,
-            eps=self.eps,
-            backend=self.backend,
         )
+        how: dict[str, Any] = {"causal": self.causal, "key_mask": memory_mask, "eps": self.eps}
+        if self.context_group is None:
+            out = ops.gma(*arguments, **how, backend=self.backend)
+        else:
+            out = context_parallel_gma(*arguments, **how, group=self.context_group)
         return zero_masked(self.out_proj(self.merge_heads(out)), mask)
 
     def init_state(self, batch_size: int) -> State:
