@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -16,6 +17,8 @@ from gma_bench.cost import StepCost, step_cost
 from gma_bench.errors import UserError
 from gma_bench.profiling.flops import peak_flops_per_s
 from gma_bench.reproduce import Cell
+
+GPU_COUNTS = (1, 8, 64)
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,29 @@ def show(cells: Sequence[Cell]) -> int:
             f"{p.cost.flops / 1e12:.2f}", f"{p.steps:,}", hours,
         )  # fmt: skip
     console.print(table)
-    total = sum((p.gpu_hours or 0) * p.seeds for p in plans)
-    console.print(
-        f"Training alone, all seeds: {total:,.0f} hours on one {assumed.gpu} at {assumed.utilisation:.0%} of its "
-        f"peak (assumed), {total / 8:,.0f} on 8, {total / 64:,.1f} on 64. Peak: float32 activations, without data."
-    )
+    console.print(_time(plans, assumed), soft_wrap=True)
     return 1 if any(p.problem for p in plans) else 0
+
+
+def _time(plans: Sequence[Plan], assumed: DictConfig) -> str:
+    """How long the grid takes on so many GPUs, a cell on one of them."""
+    hours = {f"{p.task} {p.mixer}": p.gpu_hours for p in plans if p.gpu_hours}
+    if not hours:
+        return "No cell of these is trained, or the GPU's peak is not known: no hours."
+    cells = [p.gpu_hours for p in plans for _ in range(p.seeds) if p.gpu_hours]
+    longest = max(hours, key=lambda name: hours[name])
+    on = ", ".join(f"{makespan(cells, gpus):,.1f} hours on {gpus}" for gpus in GPU_COUNTS)
+    return (
+        f"Training alone, all seeds, on {assumed.gpu}s at {assumed.utilisation:.0%} of their peak (assumed), "
+        f"each cell on one GPU, longest first: {on}. "
+        f"No less than {hours[longest]:,.1f}, the longest cell ({longest}). "
+        "Peak: float32 activations, without data."
+    )
+
+
+def makespan(hours: Sequence[float], gpus: int) -> float:
+    """Hours until the last cell ends, when a free GPU takes the longest cell that is left."""
+    busy_until = [0.0] * gpus
+    for cell in sorted(hours, reverse=True):
+        heapq.heapreplace(busy_until, busy_until[0] + cell)
+    return max(busy_until)

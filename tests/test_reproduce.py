@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -97,5 +98,15 @@ def test_a_dry_run_costs_every_cell_and_runs_none(
     said = capsys.readouterr().out
     for task in ("listops", "wikitext103", "interpretability", "memory"):
         assert task in said
-    assert "hours on one H100" in said
+    for gpus in (1, 8, 64):
+        assert re.search(rf"[\d.]+ hours on {gpus}\b", said)
     assert not (tmp_path / "results").exists()
+
+
+def test_a_grid_on_many_gpus_takes_no_less_than_its_longest_cell() -> None:
+    from gma_bench.dry_run import makespan
+
+    hours = [3.0, 1.0, 1.0, 1.0, 2.0]
+    assert makespan(hours, 1) == 8.0
+    assert makespan(hours, 2) == 4.0
+    assert makespan(hours, 64) == 3.0
