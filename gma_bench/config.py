@@ -176,6 +176,7 @@ RULES: list[Rule] = [
     ("training.final_lr", _number(0, 1), "must lie between 0 and 1", 0.1),
     ("training.clip", _number(0), "must be at least 0 (0 does not clip)", 1.0),
     ("training.num_workers", _integer(0), "must be a whole number of at least 0", 0),
+    ("training.worker_timeout_s", _number(0, open_low=True), "must be above 0", 600),
     ("training.checkpoint_minutes", _number(0), "must be at least 0", 10),
     ("training.log_every", _integer(1), POSITIVE, 10),
     ("training.test", lambda v: isinstance(v, bool), "must be true or false", "true"),
@@ -256,7 +257,7 @@ def _select(config: DictConfig, key: str) -> Any:
 
 IDENTITY = ("task", "mixer", "model", "training", "trainer")
 NOT_IDENTITY = {
-    "training": ("checkpoint_minutes", "num_workers", "log_every"),
+    "training": ("checkpoint_minutes", "num_workers", "worker_timeout_s", "log_every"),
     "task": ("data_dir", "checkpoint"),
 }
 

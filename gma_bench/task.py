@@ -18,10 +18,6 @@ Batch = dict[str, Tensor]
 """``tokens (B, N)`` int64, ``mask (B, N)`` bool with True = a real token, ``target`` (as the task says)."""
 
 
-WORKER_TIMEOUT_S = 600
-"""A loader process that gives no batch for so long is taken to hang, and the cell fails."""
-
-
 class Task(L.LightningDataModule):
     """A data set with a loss and metrics. The training loop knows tasks only through this.
 
@@ -34,6 +30,8 @@ class Task(L.LightningDataModule):
         eval_batch_size: examples an evaluation batch and rank; changes no metric.
         num_batches: training batches in the whole run.
         num_workers: loader processes; 0 loads in the training process.
+        worker_timeout_s: a loader process that gives no batch for so long is taken to hang, and the
+            cell fails.
         order_seed: fixes the order of training examples.
         bucket_by_length: draw batches of about one length each (where the task knows lengths).
         cache_dir: where prepared data lie.
@@ -67,6 +65,7 @@ class Task(L.LightningDataModule):
         eval_batch_size: int = 64,
         num_batches: int = 1,
         num_workers: int = 0,
+        worker_timeout_s: float = 600,
         order_seed: int = 0,
         bucket_by_length: bool = False,
         cache_dir: str | Path = ".cache/gma_bench",
@@ -75,7 +74,8 @@ class Task(L.LightningDataModule):
         self.batch_size, self.eval_batch_size, self.num_batches = (
             batch_size, eval_batch_size, num_batches,
         )  # fmt: skip
-        self.num_workers, self.order_seed = num_workers, order_seed
+        self.num_workers, self.worker_timeout_s = num_workers, worker_timeout_s
+        self.order_seed = order_seed
         self.bucket_by_length, self.cache_dir = bucket_by_length, Path(cache_dir)
 
     @abstractmethod
@@ -164,5 +164,5 @@ class Task(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=on_cuda,
             persistent_workers=self.num_workers > 0,
-            timeout=WORKER_TIMEOUT_S if self.num_workers else 0,
+            timeout=self.worker_timeout_s if self.num_workers else 0,
         )

@@ -72,6 +72,7 @@ def build_task(config: DictConfig) -> Task:
             eval_batch_size=training.eval_batch_size,
             num_batches=training.steps * training.accumulate,
             num_workers=training.num_workers,
+            worker_timeout_s=training.worker_timeout_s,
             order_seed=config.seed,
             bucket_by_length=training.bucket_by_length,
             cache_dir=config.cache_dir,
