@@ -199,15 +199,15 @@ def check(config: DictConfig) -> None:
     Raises:
         SettingError: the first that is not allowed.
     """
+    for key in ("task.name", "mixer.name", "scale.name"):
+        name = _select(config, key)
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise SettingError(key, name, "may hold letters, digits, _ and . only", f"{key}=mine")
     for setting, allowed, words, example in RULES:
         value = _select(config, setting)
         if value is not None and not allowed(value):
             raise SettingError(setting, value, words, f"{setting}={example}")
     _check_together(config)
-    for key in ("task.name", "mixer.name", "scale.name"):
-        name = _select(config, key)
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise SettingError(key, name, "may hold letters, digits, _ and . only", f"{key}=mine")
 
 
 def _check_together(config: DictConfig) -> None:
