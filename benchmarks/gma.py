@@ -49,7 +49,7 @@ COMPARISONS = (
 class Inputs:
     """Tokens as a normalised projection leaves them, and a mixture as the module starts with."""
 
-    def __init__(self, seq_len: int, variance: float = WIDTH) -> None:
+    def __init__(self, seq_len: int, variance: float = WIDTH / 8) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def tokens() -> Tensor:
@@ -59,8 +59,9 @@ class Inputs:
         shape = HEADS, COMPONENTS, WIDTH
         self.tokens = [tokens().requires_grad_() for _ in range(3)]
         self.upstream = tokens()
+        means = torch.randn(shape, generator=generator)
         self.mixture = [
-            torch.randn(shape, generator=generator).requires_grad_(),
+            (WIDTH**0.5 * F.normalize(means, dim=-1)).requires_grad_(),
             torch.full(shape, float(variance)).requires_grad_(),
             torch.zeros(shape[:2]).requires_grad_(),
         ]

@@ -60,7 +60,10 @@ class Mixture:
         constant = log_priors.double() - 0.5 * (norm + variance.log().sum(-1))
         self.matrix = torch.cat((-0.5 * precision, mean * precision), -1).to(dtype).transpose(1, 2)
         self.constant = constant.to(dtype)[:, None, None]  # (H, 1, 1, K)
-        self.norm = norm.to(dtype)
+        self.half_norm = (0.5 * norm).to(dtype).unsqueeze(1)  # (H, 1, K)
+        self.normaliser = (constant + 0.5 * norm).to(dtype)[:, None, None]  # the constant's rest
+        self.largest_half_norm = self.half_norm.amax(-1, keepdim=True)
+        self.reach = self.matrix[:, : means.shape[2]].amin(-1, keepdim=True)  # −½ max 1/σ²
         self._wide: Mixture | None = None
 
     @property
@@ -76,7 +79,7 @@ class Mixture:
             return True
         reach = self.matrix[:, : x.shape[-1]].amin() * -2
         length = torch.linalg.vector_norm(x, dim=-1, dtype=self.dtype).amax()
-        return is_true(length * length * reach + self.norm.amax() <= 2 * SAFE_MAGNITUDE)
+        return is_true(length * length * reach + 2 * self.half_norm.amax() <= 2 * SAFE_MAGNITUDE)
 
     def responsibilities(
         self, x: Tensor, log_weight: Tensor | None = None, near: bool = True
@@ -92,9 +95,17 @@ class Mixture:
             ``(H, g·n, K)`` and ``[x², x] (H, g·n, 2·d_r)``, the latter in the dtype that was used.
         """
         features = torch.cat((x.square(), x), -1)
-        gamma = torch.bmm(features, self.matrix)
-        logits = None if near else gamma.clone()
-        bias = self.constant if log_weight is None else self.constant + log_weight
+        logits = None
+        if near:
+            gamma, bias = torch.bmm(features, self.matrix), self.constant
+        else:
+            gamma, bias = (
+                torch.baddbmm(self.half_norm, features, self.matrix, beta=-1),
+                self.normaliser,
+            )
+            if not self.is_surely_accurate(features, gamma):
+                logits = gamma.clone()
+        bias = bias if log_weight is None else bias + log_weight
         gamma.view(*bias.shape[:2], -1, gamma.shape[-1]).add_(bias)
         torch.softmax(gamma, -1, out=gamma)
         if logits is None or self.is_accurate(features, logits, gamma):
@@ -105,18 +116,28 @@ class Mixture:
         )
         return gamma.to(self.dtype), features
 
+    def is_surely_accurate(self, features: Tensor, logits: Tensor) -> bool:
+        """Whether :meth:`is_accurate` holds, by a bound for each token that costs little.
+
+        Takes for all components the largest sum of terms and the least distance of any.
+        """
+        square = features[..., : self.reach.shape[1]]
+        magnitude = torch.baddbmm(self.largest_half_norm, square, self.reach, alpha=-1)
+        excess = logits.amax(-1, keepdim=True).mul_(SAFE_RATIO).add_(magnitude)
+        torch.maximum(excess, magnitude.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
+        return is_true(excess.amax() <= SAFE_MAGNITUDE)
+
     def is_accurate(self, features: Tensor, logits: Tensor, gamma: Tensor) -> bool:
-        """Whether the logits of a block (less their constant) lose no more than the direct form does.
+        """Whether the logits of a block, −½(x−μ)²/σ², lose no more than the direct form does.
 
         The terms of a logit sum to S and the logit itself to −m. An error in it counts as far as
         its component is used.
         """
         width = features.shape[-1] // 2
-        half_norm = 0.5 * self.norm.unsqueeze(1)
         magnitude = torch.baddbmm(
-            half_norm, features[..., :width], self.matrix[:, :width], alpha=-1
+            self.half_norm, features[..., :width], self.matrix[:, :width], alpha=-1
         )
-        excess = logits.sub_(half_norm).mul_(SAFE_RATIO).add_(magnitude)  # S − SAFE_RATIO · m
+        excess = logits.mul_(SAFE_RATIO).add_(magnitude)  # S − SAFE_RATIO · m
         torch.maximum(excess, magnitude.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
         return is_true(excess.mul_(gamma).amax() <= SAFE_MAGNITUDE)
 
