@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,137 @@ def test_a_loader_process_that_fails_is_a_failed_cell(
     record = run_cell([*tiny, "training.num_workers=1"])
     assert record["status"] == "failed"
     assert "a worker's trouble" in record["error"]["message"]
+
+
+def test_a_loader_process_that_hangs_is_a_failed_cell_and_the_sweep_goes_on(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gma_bench.sweep import launch
+    from tasks.listops import ListOps
+
+    started, collate = time.monotonic(), ListOps.collate
+
+    def hang(self: ListOps, examples: list[Any]) -> Any:
+        if self.num_workers:
+            time.sleep(3600)
+        return collate(self, examples)
+
+    monkeypatch.setattr(ListOps, "collate", hang)
+    hung = [*tiny, "training.num_workers=1", "training.worker_timeout_s=2"]
+    failed = launch([[*hung, "seed=1"], [*tiny, "seed=2"]], ["hydra/launcher=basic"])
+    assert time.monotonic() - started < 300
+    records, _ = read_all(tmp_path / "results")
+    assert [(r["seed"], r["status"]) for r in records] == [(1, "failed"), (2, "finished")]
+    assert failed == [records[0]["run_id"]]
+    assert "timed out after 2 seconds" in records[0]["error"]["message"]
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    """A file system of its own over ``folder``; only root may mount one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["mount", "-t", "tmpfs", *options, "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("may not mount a file system here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+FILLS = """
+import os
+from pathlib import Path
+from gma_bench.gma import GaussianMixtureAttention
+
+class Fills(GaussianMixtureAttention):
+    # Somebody else fills the disk at the sixth training step, unless it was full before.
+    steps = 0
+
+    def forward(self, x, mask=None):
+        Fills.steps += self.training
+        rubbish = Path(os.environ["RUBBISH"])
+        if Fills.steps == 6 and not rubbish.exists():
+            with rubbish.open("wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(1 << 16))
+                except OSError:
+                    pass
+        return super().forward(x, mask)
+"""
+
+
+def test_a_disk_that_others_fill_costs_no_finished_record(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fills.py").write_text(FILLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    results = tmp_path / "results"
+    rubbish = results / "rubbish"
+    monkeypatch.setenv("RUBBISH", str(rubbish))
+    words = [o for o in tiny if not o.startswith("mixer=")]
+    words += ["mixer=external", "mixer._target_=fills.Fills", "training.checkpoint_minutes=0"]
+    with mounted(results, "-o", "size=100m"):
+        done_before = run_cell(tiny)
+        done = subprocess.run(
+            command(words), capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 2, done.stderr
+        assert "No space left on device" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        assert rubbish.exists()
+        assert not list(results.rglob("*.tmp"))
+        rubbish.write_bytes(b"")
+        records, broken = read_all(results)
+        assert [r["run_id"] for r in records] == [done_before["run_id"]]
+        assert broken == []
+        assert list(results.rglob("resume/*.ckpt"))  # the last whole one
+        resumed = run_cell(words)
+        assert same(resumed, run_cell([*words, f"results_dir={tmp_path / 'whole'}"]))
+
+
+def test_a_results_folder_for_reading_only_is_said_in_one_line_and_still_read(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    with mounted(results):
+        record = run_cell(tiny)
+        subprocess.run(["mount", "-o", "remount,ro", str(results)], check=True)
+        done = subprocess.run(
+            command([*tiny, "seed=7"]), capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert "Read-only file system" in done.stderr
+        assert run_cell(tiny)["skipped"]  # what is finished needs no writing
+        assert list(load(results).run_id) == [record["run_id"]]
+
+
+def test_a_clock_that_is_set_back_all_the_time_changes_nothing(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Durations are monotonic, locks know no time, and a record older than its start stands."""
+    expected = run_cell(elsewhere(tiny, tmp_path / "whole"))
+    now = [time.time()]
+
+    def back() -> float:
+        now[0] -= 3600
+        return now[0]
+
+    monkeypatch.setattr(time, "time", back)
+    words = elsewhere(tiny, tmp_path / "back")
+    lock = tmp_path / f"back/results/smoke/locks/{expected['run_id']}.lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()  # left by a process that died, and from the future
+    os.utime(lock, (4e9, 4e9))
+    started = time.monotonic()
+    record = run_cell(words)
+    assert 0 < record["duration_s"] <= time.monotonic() - started
+    assert record["tokens_per_s"] > 0
+    assert same(record, expected)
+    assert run_cell(words)["skipped"]
 
 
 DIE = """
