@@ -515,7 +515,7 @@ def markdown(verdicts: list[Verdict], caption: str) -> str:
     out = [f"**Claims of the paper.** {md(caption)}", ""]
     out += ["| claim | verdict | effect |", "|:--|:--|:--|"]
     for v in verdicts:
-        notes = f" ({'; '.join(v.notes)})" if v.notes else ""
+        notes = " " + md(f"({'; '.join(v.notes)})") if v.notes else ""
         effects = "<br>".join(md(effect.shown) for effect in v.effects)
-        out.append(f"| {md(v.id)}: {md(v.statement)} | **{v.outcome}**{md(notes)} | {effects} |")
+        out.append(f"| {md(v.id)}: {md(v.statement)} | **{v.outcome}**{notes} | {effects} |")
     return "\n".join(out) + "\n"
