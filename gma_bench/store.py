@@ -85,8 +85,9 @@ def _fsync_folder(folder: Path) -> None:
 def locked(path: Path | str, *, wait: bool = True) -> Iterator[bool]:
     """Hold the lock file ``<path>.lock`` while the body runs.
 
-    The lock is the kernel's (``flock``, which Linux carries over NFS as well): it ends with the
-    process that holds it, however that ends, so there is no stale lock to judge.
+    The lock is the kernel's (``flock``): it ends with the process that holds it, however that ends,
+    so no lock file is ever stale, and its age means nothing. Linux carries it over NFS as well; a
+    machine that vanishes there loses its locks when its lease at the server ends (NFSv4: about 90 s).
 
     Args:
         path: what is guarded.
@@ -94,6 +95,10 @@ def locked(path: Path | str, *, wait: bool = True) -> Iterator[bool]:
 
     Yields:
         Whether the lock is held.
+
+    Raises:
+        UserError: the lock file cannot be made, or the file system has no locks (Lustre without
+            ``-o flock``): two runs could damage each other there, so none starts.
     """
     lock = Path(f"{path}.lock")
     try:
@@ -107,6 +112,11 @@ def locked(path: Path | str, *, wait: bool = True) -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
+        except OSError as error:
+            raise UserError(
+                f"cannot lock {path}: {error.strerror or error}. Its file system must support flock; "
+                "mount it so, or point results_dir and cache_dir elsewhere"
+            ) from error
         try:
             yield True
         finally:

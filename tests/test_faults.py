@@ -277,6 +277,18 @@ def test_a_clock_that_is_set_back_all_the_time_changes_nothing(
     assert run_cell(words)["skipped"]
 
 
+def test_two_processes_that_build_one_cache_share_it(tiny: list[str], tmp_path: Path) -> None:
+    both = [
+        subprocess.Popen(command([*elsewhere(tiny, tmp_path), f"seed={seed}"])) for seed in (1, 2)
+    ]
+    assert [process.wait(timeout=200) for process in both] == [0, 0]
+    frame = load(tmp_path / "results")
+    assert list(frame.seed) == [1, 2]
+    assert frame.fingerprint.nunique() == 1
+    assert len(list((tmp_path / "cache").rglob("tokens.npy"))) == 1
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 DIE = """
 import os, signal
 from gma_bench.mixer import Mixer

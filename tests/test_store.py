@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +65,25 @@ def test_a_lock_is_held_by_one_process_and_dies_with_it(tmp_path: Path) -> None:
     holder.wait()
     with locked(tmp_path / "x", wait=False) as free:
         assert free
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre without ``-o flock``: to go on unlocked could damage a record."""
+
+    def refused(file: object, flags: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(UserError, match="must support flock"), locked(tmp_path / "x"):
+        pytest.fail("held a lock that is none")
+
+
+def test_a_lock_file_that_was_left_behind_is_free_whatever_its_age(tmp_path: Path) -> None:
+    lock = tmp_path / "x.lock"
+    for age in (0, 4e9):
+        lock.touch()
+        os.utime(lock, (age, age))
+        with locked(tmp_path / "x", wait=False) as free:
+            assert free
