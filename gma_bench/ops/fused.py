@@ -29,25 +29,25 @@ class Tiles(NamedTuple):
     """Sizes of a launch; powers of two."""
 
     block: int  # tokens
+    part_blocks: int  # blocks between two causal states
     width_tile: int  # of the routing width, in the products of the logits
     value_tile: int  # of the value width
-    part_blocks: int  # blocks between two causal states
+    num_stages: int  # of the loads in a loop; each takes shared memory
     num_warps: int
 
 
-TABLE: dict[tuple[int, int], Tiles] = {
-    (64, 64): Tiles(32, 16, 64, 2, 8), (64, 128): Tiles(16, 16, 32, 4, 8),
-    (128, 64): Tiles(16, 16, 32, 4, 8), (128, 128): Tiles(16, 16, 32, 4, 8),
-    (256, 64): Tiles(16, 16, 32, 4, 8), (256, 128): Tiles(16, 16, 16, 4, 8),
-    (512, 64): Tiles(16, 16, 16, 8, 8), (512, 128): Tiles(16, 16, 16, 8, 8),
+TABLE: dict[int, Tiles] = {
+    64: Tiles(32, 2, 16, 32, 3, 8), 128: Tiles(16, 4, 16, 32, 3, 8),
+    256: Tiles(16, 4, 16, 16, 1, 8), 512: Tiles(16, 8, 16, 16, 1, 8),
 }  # fmt: skip
-"""Sizes by the smallest (K, largest width) that hold a problem. Not searched for on a device."""
+"""Sizes by the smallest K that holds a problem. Chosen by what ptxas says of registers and spills
+(``tests/ops/ahead_of_time.py``), not searched for on a device. Widths are walked in tiles, so that
+they change neither."""
 
 
-def tiles(components: int, width: int, value_width: int) -> Tiles:
+def tiles(components: int) -> Tiles:
     """The entry of :data:`TABLE` for a problem."""
-    rows = next(k for k in (64, 128, 256, 512) if components <= k)
-    return TABLE[rows, 64 if max(width, value_width) <= 64 else 128]
+    return TABLE[next(size for size in TABLE if components <= size)]
 
 
 def power_of_two(size: int) -> int:
@@ -55,17 +55,13 @@ def power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def constants(
-    components: int, width: int, value_width: int, dtype: torch.dtype, precision: str
-) -> dict[str, Any]:
+def constants(components: int, dtype: torch.dtype, precision: str) -> dict[str, Any]:
     """Compile-time arguments that all kernels share."""
-    chosen = tiles(components, width, value_width)
-    padded, padded_value = power_of_two(width), power_of_two(value_width)
+    chosen = tiles(components)
     coarse = 0 if dtype == torch.float32 else 2 if interpreted() else 1
     return {
-        "COMPONENTS": power_of_two(components), "WIDTH": padded, "VALUE_WIDTH": padded_value,
-        "BLOCK": chosen.block, "WIDTH_TILE": min(chosen.width_tile, padded),
-        "VALUE_TILE": min(chosen.value_tile, padded_value),
+        "COMPONENTS": power_of_two(components), "BLOCK": chosen.block,
+        "WIDTH_TILE": chosen.width_tile, "VALUE_TILE": chosen.value_tile,
         "COARSE": coarse, "PRECISION": precision,
     }  # fmt: skip
 
@@ -131,10 +127,8 @@ class Prepared:
             constant.float(),
             self.is_far.to(torch.int32),
         )
-        self.tiles = tiles(self.components, self.width, self.value_width)
-        self.constants = constants(
-            self.components, self.width, self.value_width, v.dtype, precision
-        )
+        self.tiles = tiles(self.components)
+        self.constants = constants(self.components, v.dtype, precision)
         self.sizes = self.components, self.width, self.value_width
         self.masked = key_mask is not None
 
@@ -151,7 +145,13 @@ class Prepared:
 
     def launch(self, kernel: Any, grid: tuple[int, int], *args: Any, **options: Any) -> None:
         """Run a kernel with the shared compile-time arguments."""
-        kernel[grid](*args, **self.constants, **options, num_warps=self.tiles.num_warps)
+        kernel[grid](
+            *args,
+            **self.constants,
+            **options,
+            num_warps=self.tiles.num_warps,
+            num_stages=self.tiles.num_stages,
+        )
 
     def states(self, parts: int) -> tuple[Tensor, Tensor]:
         """Room for a state a part."""
@@ -409,7 +409,7 @@ def _(
     sequences, components = q.shape[0] * q.shape[1], means.shape[1]
     parts: Any = 1
     if causal:
-        chosen = tiles(components, q.shape[3], v.shape[3])
+        chosen = tiles(components)
         tokens = chosen.block * chosen.part_blocks
         parts = (q.shape[2] + tokens - 1) // tokens
     masses = q.new_empty(sequences, parts, components, dtype=torch.float32)

@@ -12,10 +12,15 @@ atomic and results repeat to the bit.
 Logits are float32. ``far`` chooses how, for a whole call: as products over ``[x², x]``, or, where
 that cancels, term by term (see :mod:`gma_bench.ops.mixture`).
 
-Arguments in capitals are compile-time: ``COMPONENTS, WIDTH, VALUE_WIDTH`` are powers of two that
-hold ``components, width, value_width``; ``WIDTH_TILE, VALUE_TILE`` divide the latter two.
+Arguments in capitals are compile-time: ``COMPONENTS`` is a power of two that holds ``components``;
+widths are walked in steps of ``WIDTH_TILE`` and ``VALUE_TILE``. Loops keep what does not change
+inside them where it is used (``disable_licm``): hoisted, the addresses of every tile would live in
+registers throughout.
+
 Products with values that come in 16 bits are tf32 where ``COARSE`` is 1 (2: rounded to it by hand,
-for the interpreter, which knows only float32); every logit has ``PRECISION``.
+for the interpreter, which knows only float32). Every logit, and every gradient of a responsibility,
+has ``PRECISION``: full float32. (Three tf32 products in place of one would be quicker on paper, but
+Triton gives every warp of such a chain the whole right operand, in two halves: kilobytes of spills.)
 """
 
 # mypy: ignore-errors
@@ -35,18 +40,6 @@ def product(a, b, COARSE: tl.constexpr, PRECISION: tl.constexpr):
         return tl.dot(a, b, input_precision="tf32")
     if COARSE == 2:
         a, b = to_tf32(a), to_tf32(b)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def fine_product(a, b, COARSE: tl.constexpr, PRECISION: tl.constexpr):
-    """``a @ b`` for gradients of responsibilities: what counts is how these differ.
-
-    Where values come in 16 bits, three tf32 products that together carry float32.
-    """
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    if COARSE == 1:
-        return tl.dot(a, b, input_precision="tf32x3")
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -96,7 +89,6 @@ def responsibilities(
     components,
     width,
     COMPONENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -105,7 +97,7 @@ def responsibilities(
     slots = tl.arange(0, COMPONENTS)
     logits = tl.zeros((BLOCK, COMPONENTS), tl.float32)
     if far:
-        for i in range(width):
+        for i in tl.range(width, disable_licm=True):
             column = tl.load(
                 x + rows.to(tl.int64) * stride + i, mask=rows < num_rows, other=0.0
             ).to(tl.float32)
@@ -114,7 +106,7 @@ def responsibilities(
             difference = column[:, None] - mean[None, :]
             logits -= difference * difference * half[None, :]
     else:
-        for start in range(0, WIDTH, WIDTH_TILE):
+        for start in tl.range(0, width, WIDTH_TILE, disable_licm=True):
             columns = start + tl.arange(0, WIDTH_TILE)
             block = tile(x, stride, rows, columns, num_rows, width)
             first = tl.trans(tile(linear, width, slots, columns, components, width))
@@ -148,7 +140,6 @@ def logits_backward(
     components,
     width,
     COMPONENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -159,7 +150,7 @@ def logits_backward(
     slots = tl.arange(0, COMPONENTS)
     present = slots < components
     if far:
-        for i in range(width):
+        for i in tl.range(width, disable_licm=True):
             where = rows.to(tl.int64) * stride + i
             column = tl.load(x + where, mask=rows < num_rows, other=0.0).to(tl.float32)
             mean = tl.load(means + slots * width + i, mask=present, other=0.0)
@@ -180,7 +171,7 @@ def logits_backward(
             tl.store(grad_square + slots * width + i, second, mask=present)
     else:
         turned = tl.trans(grad)
-        for start in range(0, WIDTH, WIDTH_TILE):
+        for start in tl.range(0, width, WIDTH_TILE, disable_licm=True):
             columns = start + tl.arange(0, WIDTH_TILE)
             block = tile(x, stride, rows, columns, num_rows, width)
             first = tile(linear, width, slots, columns, components, width)
@@ -232,8 +223,6 @@ def write(
     program_parts,
     MASKED: tl.constexpr,
     COMPONENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
@@ -252,10 +241,12 @@ def write(
     far = tl.load(far_flag)
     slots = tl.arange(0, COMPONENTS)
     first_part = tl.program_id(0) * program_parts
-    for part in range(first_part, tl.minimum(first_part + program_parts, parts)):
+    for part in tl.range(
+        first_part, tl.minimum(first_part + program_parts, parts), disable_licm=True
+    ):
         place = sequence * parts + part
         mass = tl.zeros((COMPONENTS,), tl.float32)
-        for index in range(part_blocks):
+        for index in tl.range(part_blocks, disable_licm=True):
             rows = (part * part_blocks + index) * BLOCK + tl.arange(0, BLOCK)
             gamma = responsibilities(
                 k,
@@ -270,7 +261,6 @@ def write(
                 components,
                 width,
                 COMPONENTS,
-                WIDTH,
                 BLOCK,
                 WIDTH_TILE,
                 PRECISION,
@@ -280,7 +270,7 @@ def write(
                 real = real & (tl.load(key_mask + batch * length + rows, mask=real, other=0) != 0)
             gamma = tl.where(real[:, None], gamma, 0.0)
             mass += tl.sum(gamma, 0)
-            for start in tl.static_range(0, VALUE_WIDTH, VALUE_TILE):
+            for start in tl.range(0, value_width, VALUE_TILE, disable_licm=True):
                 columns = start + tl.arange(0, VALUE_TILE)
                 values = tile(v, v_row, rows, columns, length, value_width)
                 values = tl.where(real[:, None], values, 0.0)
@@ -304,7 +294,7 @@ def scan(states, size, parts, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
     first = tl.program_id(1).to(tl.int64) * parts
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for index in range(parts):
+    for index in tl.range(parts, disable_licm=True):
         part = parts - 1 - index if REVERSE else index
         where = states + (first + part) * size + columns
         own = tl.load(where, mask=columns < size, other=0.0)
@@ -351,8 +341,6 @@ def read(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     COMPONENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
@@ -394,19 +382,18 @@ def read(
         components,
         width,
         COMPONENTS,
-        WIDTH,
         BLOCK,
         WIDTH_TILE,
         PRECISION,
     )
     mass = tl.load(masses + slots, mask=slots < components, other=0.0)
-    for start in tl.static_range(0, VALUE_WIDTH, VALUE_TILE):
+    for start in tl.range(0, value_width, VALUE_TILE, disable_licm=True):
         columns = start + tl.arange(0, VALUE_TILE)
         denominator = tl.sum(gamma * mass[None, :], 1) + eps
         state = tile(states, value_width, slots, columns, components, value_width)
         numerator = product(gamma, state, COARSE, PRECISION)
         if CAUSAL:
-            for other in range(block // part_blocks * part_blocks, block + 1):
+            for other in tl.range(block // part_blocks * part_blocks, block + 1, disable_licm=True):
                 keys = other * BLOCK + tl.arange(0, BLOCK)
                 gamma_k = responsibilities(
                     k,
@@ -421,7 +408,6 @@ def read(
                     components,
                     width,
                     COMPONENTS,
-                    WIDTH,
                     BLOCK,
                     WIDTH_TILE,
                     PRECISION,
@@ -506,8 +492,6 @@ def read_backward(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     COMPONENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
@@ -537,12 +521,14 @@ def read_backward(
     far = tl.load(far_flag)
     slots = tl.arange(0, COMPONENTS)
     first_part = tl.program_id(0) * program_parts
-    for part in range(first_part, tl.minimum(first_part + program_parts, grad_parts)):
+    for part in tl.range(
+        first_part, tl.minimum(first_part + program_parts, grad_parts), disable_licm=True
+    ):
         place = sequence * grad_parts + part
         source = place if CAUSAL else sequence
         mass = tl.load(masses + source * components + slots, mask=slots < components, other=0.0)
         grad_mass = tl.zeros((COMPONENTS,), tl.float32)
-        for index in range(part_blocks):
+        for index in tl.range(part_blocks, disable_licm=True):
             block = part * part_blocks + index
             rows = block * BLOCK + tl.arange(0, BLOCK)
             gamma = responsibilities(
@@ -558,7 +544,6 @@ def read_backward(
                 components,
                 width,
                 COMPONENTS,
-                WIDTH,
                 BLOCK,
                 WIDTH_TILE,
                 PRECISION,
@@ -568,7 +553,7 @@ def read_backward(
             )
             ratio = tl.zeros((BLOCK,), tl.float32)
             grad = tl.zeros((BLOCK, COMPONENTS), tl.float32)
-            for start in tl.static_range(0, VALUE_WIDTH, VALUE_TILE):
+            for start in tl.range(0, value_width, VALUE_TILE, disable_licm=True):
                 columns = start + tl.arange(0, VALUE_TILE)
                 upstream = tile(grad_out, g_row, rows, columns, length, value_width)
                 upstream *= inverse[:, None]
@@ -581,7 +566,7 @@ def read_backward(
                     components,
                     value_width,
                 )
-                grad += fine_product(upstream, tl.trans(state), COARSE, PRECISION)
+                grad += product(upstream, tl.trans(state), 0, PRECISION)
                 add(
                     grad_states + place * components * value_width,
                     value_width,
@@ -596,7 +581,7 @@ def read_backward(
             grad_mass -= tl.sum(gamma * ratio[:, None], 0)
             tl.store(ratios + sequence * length + rows, ratio, mask=rows < length)
             if CAUSAL:
-                for other in range(part * part_blocks, block + 1):
+                for other in tl.range(part * part_blocks, block + 1, disable_licm=True):
                     keys = other * BLOCK + tl.arange(0, BLOCK)
                     gamma_k = responsibilities(
                         k,
@@ -611,7 +596,6 @@ def read_backward(
                         components,
                         width,
                         COMPONENTS,
-                        WIDTH,
                         BLOCK,
                         WIDTH_TILE,
                         PRECISION,
@@ -622,17 +606,17 @@ def read_backward(
                             tl.load(key_mask + batch * length + keys, mask=real, other=0) != 0
                         )
                     affinity = tl.zeros((BLOCK, BLOCK), tl.float32) - ratio[:, None]
-                    for start in tl.static_range(0, VALUE_WIDTH, VALUE_TILE):
+                    for start in tl.range(0, value_width, VALUE_TILE, disable_licm=True):
                         columns = start + tl.arange(0, VALUE_TILE)
                         upstream = tile(grad_out, g_row, rows, columns, length, value_width)
                         values = tile(v, v_row, keys, columns, length, value_width)
                         values = tl.where(real[:, None], values, 0.0)
-                        affinity += fine_product(
-                            upstream * inverse[:, None], tl.trans(values), COARSE, PRECISION
+                        affinity += product(
+                            upstream * inverse[:, None], tl.trans(values), 0, PRECISION
                         )
                     seen = (keys[None, :] <= rows[:, None]) & real[None, :]
                     affinity = tl.where(seen, affinity, 0.0)
-                    grad += fine_product(affinity, gamma_k, COARSE, PRECISION)
+                    grad += product(affinity, gamma_k, 0, PRECISION)
             grad = tl.where((rows < length)[:, None], softmax_backward(grad, gamma), 0.0)
             logits_backward(
                 grad,
@@ -653,7 +637,6 @@ def read_backward(
                 components,
                 width,
                 COMPONENTS,
-                WIDTH,
                 WIDTH_TILE,
                 PRECISION,
             )
@@ -710,8 +693,6 @@ def write_backward(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     COMPONENTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
@@ -738,12 +719,14 @@ def write_backward(
     far = tl.load(far_flag)
     slots = tl.arange(0, COMPONENTS)
     first_part = tl.program_id(0) * program_parts
-    for part in range(first_part, tl.minimum(first_part + program_parts, key_parts)):
+    for part in tl.range(
+        first_part, tl.minimum(first_part + program_parts, key_parts), disable_licm=True
+    ):
         source = sequence * key_parts + part if CAUSAL else sequence
         grad_mass = tl.load(
             grad_masses + source * components + slots, mask=slots < components, other=0.0
         )
-        for index in range(part_blocks):
+        for index in tl.range(part_blocks, disable_licm=True):
             block = part * part_blocks + index
             rows = block * BLOCK + tl.arange(0, BLOCK)
             real = rows < length
@@ -762,14 +745,13 @@ def write_backward(
                 components,
                 width,
                 COMPONENTS,
-                WIDTH,
                 BLOCK,
                 WIDTH_TILE,
                 PRECISION,
             )
             gamma = tl.where(real[:, None], gamma, 0.0)
             grad = tl.zeros((BLOCK, COMPONENTS), tl.float32) + grad_mass[None, :]
-            for start in tl.static_range(0, VALUE_WIDTH, VALUE_TILE):
+            for start in tl.range(0, value_width, VALUE_TILE, disable_licm=True):
                 columns = start + tl.arange(0, VALUE_TILE)
                 grad_state = tile(
                     grad_states + source * components * value_width,
@@ -781,10 +763,10 @@ def write_backward(
                 )
                 values = tile(v, v_row, rows, columns, length, value_width)
                 values = tl.where(real[:, None], values, 0.0)
-                grad += fine_product(values, tl.trans(grad_state), COARSE, PRECISION)
+                grad += product(values, tl.trans(grad_state), 0, PRECISION)
                 result = product(gamma, grad_state, COARSE, PRECISION)
                 if CAUSAL:
-                    for other in range(block, (part + 1) * part_blocks):
+                    for other in tl.range(block, (part + 1) * part_blocks, disable_licm=True):
                         queries = other * BLOCK + tl.arange(0, BLOCK)
                         inside = queries < length
                         gamma_q = responsibilities(
@@ -800,7 +782,6 @@ def write_backward(
                             components,
                             width,
                             COMPONENTS,
-                            WIDTH,
                             BLOCK,
                             WIDTH_TILE,
                             PRECISION,
@@ -813,12 +794,12 @@ def write_backward(
                         upstream = tile(grad_out, g_row, queries, columns, length, value_width)
                         upstream /= denominator[:, None]
                         result += product(affinity, upstream, COARSE, PRECISION)
-                        share = fine_product(values, tl.trans(upstream), COARSE, PRECISION)
+                        share = product(values, tl.trans(upstream), 0, PRECISION)
                         if start == 0:
                             ratio = tl.load(ratios + where, mask=inside, other=0.0)
                             share -= ratio[None, :]
                         share = tl.where(seen, share, 0.0)
-                        grad += fine_product(share, gamma_q, COARSE, PRECISION)
+                        grad += product(share, gamma_q, 0, PRECISION)
                 result = tl.where(real[:, None], result, 0.0)
                 put(grad_v, dv_row, rows, columns, length, value_width, result)
             grad = tl.where(real[:, None], softmax_backward(grad, gamma), 0.0)
@@ -841,7 +822,6 @@ def write_backward(
                 components,
                 width,
                 COMPONENTS,
-                WIDTH,
                 WIDTH_TILE,
                 PRECISION,
             )

@@ -58,13 +58,14 @@ def compile_kernel(
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if name == "scan":
         fixed: dict[str, Any] = {"REVERSE": False, "BLOCK": SCAN_BLOCK}
-        warps = 4
+        options = {}
     else:
-        fixed = constants(size, width, width, torch_dtype, LOGITS) | {
+        fixed = constants(size, torch_dtype, LOGITS) | {
             "CAUSAL": causal,
             "MASKED": True,
         }
-        warps = tiles(size, width, width).num_warps
+        chosen = tiles(size)
+        options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     arguments = list(inspect.signature(getattr(kernels, name).fn).parameters)
     fixed = {key: value for key, value in fixed.items() if key in arguments}
     types = signature(name, fixed, dtype)
@@ -75,7 +76,7 @@ def compile_kernel(
         if types[argument].startswith("*") or argument.endswith(("_row", "_head", "_batch", "width"))
     }  # fmt: skip
     source = ASTSource(getattr(kernels, name), types, fixed, attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {"kernel": name, "arch": arch, "size": size, "width": width,
             "shared_bytes": built.metadata.shared, **registers(built.asm["ptx"], arch)}  # fmt: skip
 

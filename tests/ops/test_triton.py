@@ -18,8 +18,12 @@ SCRIPTS = Path(__file__).parent
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may take, CUDA C programming guide, table of compute capabilities."""
 
-SPILL_LIMIT = {64: 3072, 128: 4096, 256: 6144, 512: 12288}
-"""Bytes a thread that may go to local memory, by K. Only the causal backward comes near."""
+SPILL_LIMIT = {64: 768, 128: 768, 256: 3072, 512: 10240}
+"""Bytes a thread that may go to local memory, by K.
+
+A thread of 256 holds ``block · K / 256`` of every tensor over components: 8 to 32 of the 255 registers
+there are, with several such tensors alive in the causal backward.
+"""
 
 
 def _run(script: str, *arguments: str, interpret: bool) -> list[dict[str, object]]:
