@@ -71,7 +71,8 @@ class Linformer(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.length_proj_k = self._length_projection()
         shared = sharing in ("key_value", "layerwise")
-        self.length_proj_v = self.length_proj_k if shared else self._length_projection()
+        # One parameter, one name: FSDP shards a second name for it wrongly.
+        self.length_proj_v = None if shared else self._length_projection()
 
     def _length_projection(self) -> nn.Parameter:
         heads = self.num_heads if self.sharing == "none" else 1
@@ -83,7 +84,7 @@ class Linformer(Mixer):
     def tie(self, first: Mixer) -> None:
         """With ``sharing=layerwise``, take the first layer's projection along the length."""
         if self.sharing == "layerwise" and isinstance(first, Linformer):
-            self.length_proj_k = self.length_proj_v = first.length_proj_k
+            self.length_proj_k = first.length_proj_k
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         n = x.shape[1]
@@ -102,11 +103,13 @@ class Linformer(Mixer):
     def _shortened(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the k combinations, ``(B, H, k, head_dim)`` each."""
         n = x.shape[1]
-        along_k, along_v = self.length_proj_k[..., :n], self.length_proj_v[..., :n]
+        along_k = along_v = self.length_proj_k[..., :n]
+        if self.length_proj_v is not None:
+            along_v = self.length_proj_v[..., :n]
         if self.sharing == "none":
             keys, values = self.split_heads(self.k_proj(x)), self.split_heads(self.v_proj(x))
             return along_k @ keys, along_v @ values
         # E(xW) = (Ex)W, and the second needs W on k rows in place of N.
         mixed = along_k[0] @ x  # (B, k, d_model)
-        other = mixed if self.length_proj_v is self.length_proj_k else along_v[0] @ x
+        other = mixed if self.length_proj_v is None else along_v[0] @ x
         return self.split_heads(self.k_proj(mixed)), self.split_heads(self.v_proj(other))

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gma_bench.checkpoints import load_checkpoint
+from gma_bench.errors import SettingError
 from gma_bench.model import SequenceModel
 
 
@@ -51,9 +52,21 @@ def shard(model: SequenceModel, mesh: DeviceMesh) -> None:
 
     Blocks that share parameters (a mixer tied across layers) are gathered as one, with the rest.
     Calling it again changes nothing.
+
+    Raises:
+        SettingError: a module has one parameter under two names; FSDP2 would shard the first and leave
+            the other as it was, never trained.
     """
     if isinstance(model, FSDPModule):
         return
+    for module in model.modules():
+        named = list(module.named_parameters(recurse=False, remove_duplicate=False))
+        if len({id(parameter) for _, parameter in named}) < len(named):
+            raise SettingError(
+                "trainer.strategy", "fsdp",
+                f"cannot shard {type(module).__name__}, which has one parameter under two names",
+                "trainer=ddp",
+            )  # fmt: skip
     shared = Counter(id(p) for block in model.blocks for p in block.parameters())
     if all(count == 1 for count in shared.values()):
         for block in model.blocks:

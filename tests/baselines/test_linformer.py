@@ -27,7 +27,7 @@ def test_equals_the_package(shared: bool, n: int, agree) -> None:
         for a, b in pairs:
             b.copy_(a)
         theirs.proj_k.copy_(mine.length_proj_k[0].T)
-        theirs.proj_v.copy_(mine.length_proj_v[0].T)
+        theirs.proj_v.copy_((mine.length_proj_k if shared else mine.length_proj_v)[0].T)
     agree(mine, theirs, torch.randn(2, n, 32), pairs)
 
 
