@@ -205,6 +205,7 @@ class Fills(GaussianMixtureAttention):
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_others_fill_costs_no_finished_record(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +278,7 @@ def test_a_clock_that_is_set_back_all_the_time_changes_nothing(
     assert run_cell(words)["skipped"]
 
 
+@pytest.mark.slow
 def test_two_processes_that_build_one_cache_share_it(tiny: list[str], tmp_path: Path) -> None:
     both = [
         subprocess.Popen(command([*elsewhere(tiny, tmp_path), f"seed={seed}"])) for seed in (1, 2)
@@ -287,6 +289,43 @@ def test_two_processes_that_build_one_cache_share_it(tiny: list[str], tmp_path: 
     assert frame.fingerprint.nunique() == 1
     assert len(list((tmp_path / "cache").rglob("tokens.npy"))) == 1
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+STOP_IN_TEST = """
+import os, signal, sys
+from gma_bench import training
+from gma_bench.cli import main
+
+original = training.Trainee.test_step
+
+def stop(self, batch, batch_idx):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return original(self, batch, batch_idx)
+
+training.Trainee.test_step = stop
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_a_stop_within_the_test_costs_no_training(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gma_bench.training import Trainee
+
+    expected = run_cell(elsewhere(tiny, tmp_path / "whole"))
+    words = elsewhere(tiny, tmp_path / "parts")
+    done = subprocess.run(
+        [sys.executable, "-c", STOP_IN_TEST, *words],
+        capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+
+    def again(self: Trainee, *batch: Any) -> None:
+        pytest.fail("trained a step again")
+
+    monkeypatch.setattr(Trainee, "training_step", again)
+    assert same(run_cell(words), expected)
 
 
 DIE = """
