@@ -13,7 +13,6 @@ masked product inside them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -119,7 +118,7 @@ class Keys:
         v: Tensor,
         key_mask: Tensor | None,
         span: slice,
-        near: bool,
+        magnitude: float,
     ) -> None:
         self.padding = padding(key_mask, span)
         self.x = take(k, span, mixture.dtype)
@@ -127,7 +126,7 @@ class Keys:
         if self.padding is not None:
             self.x = self.x.masked_fill(self.padding, 0.0)
             self.values = self.values.masked_fill(self.padding, 0.0)
-        self.gamma, self.features = mixture.responsibilities(self.x, near=near)
+        self.gamma, self.features = mixture.responsibilities(self.x, magnitude=magnitude)
         self.clear_padding(self.gamma)
 
     def clear_padding(self, block: Tensor) -> Tensor:
@@ -157,14 +156,14 @@ def write(k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None) -> tu
     written = v.new_empty(batch, heads, components, v.shape[-1], dtype=mixture.dtype)
     mass = written.new_empty(batch, heads, components)
     size, tokens = plan(k, mixture.components)
-    near = mixture.is_near(k)
+    magnitude = mixture.magnitude(k)
     for group in groups(batch, size):
         count = group.stop - group.start
         total = written.new_zeros(heads * count, components, v.shape[-1])
         total_mass = written.new_zeros(heads * count, components)
         sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
         for span in spans(length, tokens):
-            keys = Keys(mixture, *sources, span, near)
+            keys = Keys(mixture, *sources, span, magnitude)
             gamma = per_sequence(keys.gamma, count)
             total.baddbmm_(gamma.transpose(1, 2), per_sequence(keys.values, count))
             total_mass += gamma.sum(1)
@@ -188,14 +187,14 @@ def read(
 ) -> None:
     """``O = Γ_Q Ṽ / (Γ_Q Z + ε)`` into ``out (B, H, N, d_v)``."""
     size, tokens = plan(q, mixture.components)
-    near = mixture.is_near(q)
+    magnitude = mixture.magnitude(q)
     for group in groups(len(q), size):
         memory = Memory(written, mass, group, eps)
         count = group.stop - group.start
         source, target = by_head(q, group), by_head(out, group)
         for span in spans(q.shape[2], tokens):
             x = take(source, span, mixture.dtype)
-            weights, _ = mixture.responsibilities(x, memory.log_weight, near)
+            weights, _ = mixture.responsibilities(x, memory.log_weight, magnitude)
             put(target, span, torch.bmm(per_sequence(weights, count), memory.values))
 
 
@@ -212,7 +211,7 @@ def read_backward(
     grad_q = torch.empty_like(q)
     grad_written, grad_mass = torch.empty_like(written), torch.empty_like(mass)
     size, tokens = plan(q, mixture.components)
-    near = mixture.is_near(q)
+    magnitude = mixture.magnitude(q)
     for group in groups(len(q), size):
         memory = Memory(written, mass, group, eps)
         count = group.stop - group.start
@@ -221,7 +220,7 @@ def read_backward(
         source, upstream, target = (by_head(t, group) for t in (q, grad_out, grad_q))
         for span in spans(q.shape[2], tokens):
             x = take(source, span, mixture.dtype)
-            weights, features = mixture.responsibilities(x, memory.log_weight, near)
+            weights, features = mixture.responsibilities(x, memory.log_weight, magnitude)
             weights = per_sequence(weights, count)
             grad = per_sequence(take(upstream, span, mixture.dtype), count)
             grad_values.baddbmm_(weights.transpose(1, 2), grad)
@@ -254,7 +253,7 @@ def write_backward(
     mixture = gradients.mixture
     grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
     size, tokens = plan(k, mixture.components)
-    near = mixture.is_near(k)
+    magnitude = mixture.magnitude(k)
     for group in groups(len(k), size):
         count = group.stop - group.start
         total = merge(grad_written[group])
@@ -262,7 +261,7 @@ def write_backward(
         sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
         target_k, target_v = by_head(grad_k, group), by_head(grad_v, group)
         for span in spans(k.shape[2], tokens):
-            keys = Keys(mixture, *sources, span, near)
+            keys = Keys(mixture, *sources, span, magnitude)
             gamma = per_sequence(keys.gamma, count)
             put(target_v, span, torch.bmm(gamma, total))
             grad_logits = torch.baddbmm(
@@ -282,14 +281,14 @@ def responsibilities(x: Tensor, mixture: Mixture) -> Tensor:
     """Posteriors of every token, ``(B, H, N, d_r) -> (B, H, N, K)``."""
     out = x.new_empty(*x.shape[:3], mixture.constant.shape[-1], dtype=mixture.dtype)
     size, tokens = plan(x, mixture.components)
-    near = mixture.is_near(x)
+    magnitude = mixture.magnitude(x)
     for group in groups(len(x), size):
         source, target = by_head(x, group), by_head(out, group)
         for span in spans(x.shape[2], tokens):
             put(
                 target,
                 span,
-                mixture.responsibilities(take(source, span, mixture.dtype), near=near)[0],
+                mixture.responsibilities(take(source, span, mixture.dtype), magnitude=magnitude)[0],
             )
     return out
 
@@ -299,12 +298,12 @@ def responsibilities_backward(grad: Tensor, x: Tensor, gradients: MixtureGradien
     mixture = gradients.mixture
     grad_x = torch.empty_like(x)
     size, tokens = plan(x, mixture.components)
-    near = mixture.is_near(x)
+    magnitude = mixture.magnitude(x)
     for group in groups(len(x), size):
         source, upstream, target = (by_head(t, group) for t in (x, grad, grad_x))
         for span in spans(x.shape[2], tokens):
             block = take(source, span, mixture.dtype)
-            gamma, features = mixture.responsibilities(block, near=near)
+            gamma, features = mixture.responsibilities(block, magnitude=magnitude)
             grad_logits = take(upstream, span, mixture.dtype).clone()
             softmax_backward(grad_logits, gamma)
             gradients.backward(grad_logits, block, features, target[:, :, span])
@@ -331,9 +330,9 @@ class Causal:
         state: Tensor,
         mass: Tensor,
         eps: float,
-        near: bool,
+        magnitude: float,
     ) -> None:
-        self.query_gamma, self.query_features = mixture.responsibilities(q, near=near)
+        self.query_gamma, self.query_features = mixture.responsibilities(q, magnitude=magnitude)
         length = q.shape[1] // count
         chunk = min(CHUNK, length)
         self.count, self.chunks = count, length // chunk
@@ -356,11 +355,14 @@ class Causal:
         """
         flat = parts.view(len(state), self.chunks, *state.shape[1:])
         states = torch.empty_like(flat)
-        order = list(range(self.chunks))[:: -1 if reverse else 1]
-        states[:, order[0]] = state
-        for chunk, following in pairwise(order):
-            torch.add(states[:, chunk], flat[:, chunk], out=states[:, following])
-        after = states[:, order[-1]] + flat[:, order[-1]]
+        own, before = list(flat.unbind(1)), list(states.unbind(1))
+        if reverse:
+            own.reverse()
+            before.reverse()
+        before[0].copy_(state)
+        for chunk in range(self.chunks - 1):
+            torch.add(before[chunk], own[chunk], out=before[chunk + 1])
+        after = before[-1] + own[-1]
         return states.view(parts.shape), after
 
 
@@ -382,7 +384,7 @@ def causal(
     """
     size, tokens = plan(q, mixture.components, CHUNK)
     parts = causal_spans(q.shape[2], tokens)
-    near = mixture.is_near(q), mixture.is_near(k)
+    magnitudes = mixture.magnitude(q), mixture.magnitude(k)
     states, masses = empty_states(q, v, mixture, len(parts))
     for group in groups(len(q), size):
         count = group.stop - group.start
@@ -391,7 +393,7 @@ def causal(
         queries, target = by_head(q, group), by_head(out, group)
         for index, span in enumerate(parts):
             store(states[index, group], masses[index, group], current, current_mass)
-            keys = Keys(mixture, *sources, span, near[1])
+            keys = Keys(mixture, *sources, span, magnitudes[1])
             block = Causal(
                 mixture,
                 take(queries, span, mixture.dtype),
@@ -400,7 +402,7 @@ def causal(
                 current,
                 current_mass,
                 eps,
-                near[0],
+                magnitudes[0],
             )
             numerator = torch.bmm(block.affinity, block.values)
             numerator.baddbmm_(block.gamma_q, block.states).div_(block.denominator)
@@ -428,7 +430,7 @@ def causal_backward(
     grad_state, grad_mass = torch.empty_like(states[0]), torch.empty_like(masses[0])
     size, tokens = plan(q, mixture.components, CHUNK)
     parts = causal_spans(q.shape[2], tokens)
-    near = mixture.is_near(q), mixture.is_near(k)
+    magnitudes = mixture.magnitude(q), mixture.magnitude(k)
     for group in groups(len(q), size):
         count = group.stop - group.start
         later = states.new_zeros(q.shape[1] * count, *states.shape[-2:])
@@ -437,7 +439,7 @@ def causal_backward(
         queries, upstream = by_head(q, group), by_head(grad_out, group)
         target_q, target_k, target_v = (by_head(t, group) for t in (grad_q, grad_k, grad_v))
         for index, span in reversed(list(enumerate(parts))):
-            keys = Keys(mixture, *sources, span, near[1])
+            keys = Keys(mixture, *sources, span, magnitudes[1])
             x = take(queries, span, mixture.dtype)
             block = Causal(
                 mixture,
@@ -447,7 +449,7 @@ def causal_backward(
                 merge(states[index, group]),
                 merge(masses[index, group]),
                 eps,
-                near[0],
+                magnitudes[0],
             )
             grad = chunked(take(upstream, span, mixture.dtype), block.values.shape[1])
             back = CausalBackward(block, grad, later, later_mass)

@@ -22,9 +22,14 @@ LARGEST_MAGNITUDE = 256.0
 """Sum of the terms from which on a matrix product adds up worse than the direct form does."""
 
 
+def has_no_values(x: Tensor) -> bool:
+    """Whether a tensor is fake or meta."""
+    return isinstance(x, FakeTensor) or x.is_meta
+
+
 def is_true(condition: Tensor) -> bool:
-    """The value of a one-element tensor; True where there is none (fake and meta tensors)."""
-    return isinstance(condition, FakeTensor) or condition.is_meta or bool(condition.item())
+    """The value of a one-element tensor; True where there is none."""
+    return has_no_values(condition) or bool(condition.item())
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -61,7 +66,6 @@ class Mixture:
         self.matrix = torch.cat((-0.5 * precision, mean * precision), -1).to(dtype).transpose(1, 2)
         self.constant = constant.to(dtype)[:, None, None]  # (H, 1, 1, K)
         self.half_norm = (0.5 * norm).to(dtype).unsqueeze(1)  # (H, 1, K)
-        self.normaliser = (constant + 0.5 * norm).to(dtype)[:, None, None]  # the constant's rest
         self.largest_half_norm = self.half_norm.amax(-1, keepdim=True)
         self.reach = self.matrix[:, : means.shape[2]].amin(-1, keepdim=True)  # −½ max 1/σ²
         self._wide: Mixture | None = None
@@ -73,39 +77,33 @@ class Mixture:
             self._wide = Mixture(*self.parameters, torch.float64)
         return self._wide
 
-    def is_near(self, x: Tensor) -> bool:
-        """Whether float32 is enough for every token of ``x (B, H, N, d_r)``, by a bound."""
-        if self.dtype == torch.float64 or x.numel() == 0:
-            return True
-        reach = self.matrix[:, : x.shape[-1]].amin() * -2
+    def magnitude(self, x: Tensor) -> float:
+        """A bound on the sum of a logit's terms, for every token of ``x (B, H, N, d_r)``.
+
+        Zero where nobody need ask: in float64, without tokens, and for fake tensors.
+        """
+        if self.dtype == torch.float64 or x.numel() == 0 or has_no_values(x):
+            return 0.0
         length = torch.linalg.vector_norm(x, dim=-1, dtype=self.dtype).amax()
-        return is_true(length * length * reach + 2 * self.half_norm.amax() <= 2 * SAFE_MAGNITUDE)
+        return float(self.largest_half_norm.amax() - length * length * self.reach.amin())
 
     def responsibilities(
-        self, x: Tensor, log_weight: Tensor | None = None, near: bool = True
+        self, x: Tensor, log_weight: Tensor | None = None, magnitude: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """Posteriors of a block and what their gradients are made of.
 
         Args:
             x: ``(H, g·n, d_r)``, n tokens of g sequences for each head.
             log_weight: ``(H, g, 1, K)``, added to the logits.
-            near: whether :meth:`is_near` holds, so that no block needs a closer look.
+            magnitude: of the tokens, see :meth:`magnitude`; zero: no block needs a closer look.
 
         Returns:
             ``(H, g·n, K)`` and ``[x², x] (H, g·n, 2·d_r)``, the latter in the dtype that was used.
         """
         features = torch.cat((x.square(), x), -1)
-        logits = None
-        if near:
-            gamma, bias = torch.bmm(features, self.matrix), self.constant
-        else:
-            gamma, bias = (
-                torch.baddbmm(self.half_norm, features, self.matrix, beta=-1),
-                self.normaliser,
-            )
-            if not self.is_surely_accurate(features, gamma):
-                logits = gamma.clone()
-        bias = bias if log_weight is None else bias + log_weight
+        gamma = torch.bmm(features, self.matrix)
+        logits = self.doubtful(features, gamma, magnitude)
+        bias = self.constant if log_weight is None else self.constant + log_weight
         gamma.view(*bias.shape[:2], -1, gamma.shape[-1]).add_(bias)
         torch.softmax(gamma, -1, out=gamma)
         if logits is None or self.is_accurate(features, logits, gamma):
@@ -116,16 +114,25 @@ class Mixture:
         )
         return gamma.to(self.dtype), features
 
-    def is_surely_accurate(self, features: Tensor, logits: Tensor) -> bool:
-        """Whether :meth:`is_accurate` holds, by a bound for each token that costs little.
+    def doubtful(self, features: Tensor, products: Tensor, magnitude: float) -> Tensor | None:
+        """What :meth:`is_accurate` must look at, or None where bounds that cost less say that it holds.
 
-        Takes for all components the largest sum of terms and the least distance of any.
+        First a bound for the whole block: the largest sum of terms with the least distance, −½(x−μ)²/σ²,
+        of any token from any mean. Then the same for each token.
         """
+        if magnitude <= SAFE_MAGNITUDE:
+            return None
+        nearest = (products.amax(1, keepdim=True) - self.half_norm).amax()
+        if magnitude <= LARGEST_MAGNITUDE and is_true(
+            nearest <= (SAFE_MAGNITUDE - magnitude) / SAFE_RATIO
+        ):
+            return None
+        logits = products - self.half_norm
         square = features[..., : self.reach.shape[1]]
-        magnitude = torch.baddbmm(self.largest_half_norm, square, self.reach, alpha=-1)
-        excess = logits.amax(-1, keepdim=True).mul_(SAFE_RATIO).add_(magnitude)
-        torch.maximum(excess, magnitude.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
-        return is_true(excess.amax() <= SAFE_MAGNITUDE)
+        terms = torch.baddbmm(self.largest_half_norm, square, self.reach, alpha=-1)
+        excess = logits.amax(-1, keepdim=True).mul_(SAFE_RATIO).add_(terms)
+        torch.maximum(excess, terms.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
+        return None if is_true(excess.amax() <= SAFE_MAGNITUDE) else logits
 
     def is_accurate(self, features: Tensor, logits: Tensor, gamma: Tensor) -> bool:
         """Whether the logits of a block, −½(x−μ)²/σ², lose no more than the direct form does.
