@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gma_bench.gma import GaussianMixtureAttention
@@ -91,9 +92,10 @@ def gradient_norms(model: nn.Module) -> tuple[float, float]:
     }  # fmt: skip
     squares = [torch.zeros(()).double(), torch.zeros(()).double()]
     for parameter in model.parameters():
-        if parameter.grad is not None:
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        if grad is not None:
             other = id(parameter) not in routing
-            squares[other] = (
-                squares[other].to(parameter.device) + parameter.grad.double().square().sum()
-            )
+            squares[other] = squares[other].to(parameter.device) + grad.double().square().sum()
     return float(squares[0].sqrt()), float(squares[1].sqrt())
