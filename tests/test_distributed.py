@@ -23,7 +23,7 @@ def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=500)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -48,6 +48,7 @@ def two(strategy: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("strategy", "task", "mixer"),
     [
@@ -105,6 +106,7 @@ sys.exit(main(["run", *sys.argv[1:]]))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp", 0)])
 def test_a_stopped_run_of_two_processes_goes_on_to_the_same_figures(
     strategy: str, rank: int, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

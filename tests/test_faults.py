@@ -351,7 +351,7 @@ def test_a_killed_worker_takes_no_other_cell_along(tiny: list[str], tmp_path: Pa
     )
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(jobs)], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=False, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=False, timeout=500,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr[-3000:]
     frame = load(tmp_path / "results")
