@@ -22,6 +22,9 @@ from gma_bench.ops.mixture import Mixture, MixtureGradients
 CHUNK = 64
 """Tokens of a causal chunk."""
 
+BLOCK_BYTES = 13 * 2**17
+"""Most that the tensors of a block take, counted as :func:`block_rows` does."""
+
 Group = slice
 """Consecutive sequences of the batch that are worked on together."""
 
@@ -30,11 +33,11 @@ def block_rows(rows: int, heads: int, width: int, components: int) -> int:
     """Rows (heads × tokens) of a block, for ``rows`` in all.
 
     At most what the cache holds, at least what a matrix product likes. Between the two, as many as
-    keep all that backward holds (the parameters in several forms, and a block) below an eighth of
-    its inputs' gradients: the peak of memory is set by what goes in and comes out.
+    keep all that backward holds (the parameters in several forms, and a block) below a share of its
+    inputs' gradients: the peak of memory is set by what goes in and comes out.
     """
-    spare = 2 * rows * width - 24 * heads * components * width  # bytes of float32
-    return min(max(spare // (8 * width + 12 * components), 192), 2048)
+    spare = 4 * rows * width - 48 * heads * components * width  # bytes of float32
+    return max(min(spare, BLOCK_BYTES) // (8 * width + 12 * components), 192)
 
 
 def plan(x: Tensor, components: int, multiple: int = 16) -> tuple[int, int]:

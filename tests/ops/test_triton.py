@@ -19,11 +19,15 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory that one block may take, CUDA C programming guide, table of compute capabilities."""
 
 SPILL_LIMIT = {64: 768, 128: 768, 256: 3072, 512: 10240}
-"""Bytes a thread that may go to local memory, by K.
+"""Bytes a thread that may go to local memory, by K, for bfloat16.
 
 A thread of 256 holds ``block · K / 256`` of every tensor over components: 8 to 32 of the 255 registers
 there are, with several such tensors alive in the causal backward.
 """
+
+FLOAT32_SPILLS = 2
+"""How many times that for float32, where products of values are float32 too: each of their operands
+lies in registers whole."""
 
 
 def _run(script: str, *arguments: str, interpret: bool) -> list[dict[str, object]]:
@@ -60,9 +64,10 @@ def _compiles(arch: int, size: int, width: int, dtype: str, form: str, *kernels:
         "ahead_of_time.py", str(arch), str(size), str(width), dtype, form, *kernels, interpret=False
     )
     assert len(built) == (len(kernels) or 5)
+    limit = SPILL_LIMIT[size] * (FLOAT32_SPILLS if dtype == "fp32" else 1)
     for kernel in built:
         assert kernel["shared_bytes"] <= SHARED_LIMIT[arch], kernel  # type: ignore[operator]
-        assert kernel["spill_bytes"] <= SPILL_LIMIT[size], kernel  # type: ignore[operator]
+        assert kernel["spill_bytes"] <= limit, kernel  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)
