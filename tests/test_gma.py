@@ -156,7 +156,7 @@ def test_module_responsibilities_equal_sklearns(which: str) -> None:
 def test_variances_and_priors_are_what_they_should_be() -> None:
     mixer = GaussianMixtureAttention(32, 4, num_components=6, variance_floor=0.5)
     assert mixer.variances().shape == (4, 6, 8)
-    torch.testing.assert_close(mixer.variances(), torch.full((4, 6, 8), 2.0))
+    torch.testing.assert_close(mixer.variances(), torch.full((4, 6, 8), 1.0))
     torch.testing.assert_close(mixer.priors(), torch.full((4, 6), 1 / 6))
     with torch.no_grad():
         mixer.raw_variance.fill_(-1e3)
@@ -190,7 +190,7 @@ def test_initial_variances_keep_posteriors_soft() -> None:
         sharpest[name] = gamma.amax(-1).mean().item()
         if name == "default":
             assert usage_entropy(gamma[:, 0]) > 0.85
-    assert sharpest["default"] < 0.1
+    assert sharpest["default"] < 0.15
     assert sharpest["unit"] > 0.7
 
 
