@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gma_bench.ops import responsibilities
+from gma_bench.ops.reference import responsibilities
 
 
 class StreamingState(NamedTuple):
@@ -50,8 +50,10 @@ def step(
     Returns:
         ``(B, H, d_v)`` in the dtype of ``v``, and the state after the token.
     """
-    both = responsibilities(torch.stack((q, k), 2), means, variances, log_priors)
-    gamma_q, gamma_k = both.to(state.mass.dtype).unbind(2)  # (B, H, K)
+    # For one token the formula itself is both the most accurate form and the fewest operations.
+    mixture = (t.to(state.mass.dtype) for t in (means, variances, log_priors))
+    both = responsibilities(torch.stack((q, k), 2).to(state.mass.dtype), *mixture)
+    gamma_q, gamma_k = both.unbind(2)  # (B, H, K)
     value = v.to(state.written.dtype)
     if torch.is_grad_enabled() and (gamma_k.requires_grad or state.written.requires_grad):
         written = torch.addcmul(state.written, gamma_k.unsqueeze(-1), value.unsqueeze(-2))
