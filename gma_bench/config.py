@@ -63,6 +63,7 @@ def compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig
         config = new_loader().load_configuration("config", list(overrides), RunMode.RUN)
     except (HydraException, ConfigLoadError, OmegaConfBaseException) as error:
         raise _explain(error, overrides) from None
+    _refuse_added(overrides)
     check(config)
     if not with_hydra:
         with open_dict(config):
@@ -76,6 +77,19 @@ def with_external_mixer(overrides: Sequence[str]) -> list[str]:
     if "mixer._target_" in names and "mixer" not in names:
         return ["mixer=external", *overrides]
     return list(overrides)
+
+
+def _refuse_added(overrides: Sequence[str]) -> None:
+    """A misspelt key after a plus sign would change nothing but the run's name."""
+    added = [o.lstrip("+").partition("=")[0] for o in overrides if o.startswith("+")]
+    added = [k for k in added if k.rpartition(".")[0] in ("", "model", "training")]
+    added = [k for k in added if "/" not in k and "@" not in k and not (CONF / k).is_dir()]
+    if not added:
+        return
+    known = new_loader().load_configuration("config", _group_choices(overrides), RunMode.RUN)
+    for key in added:
+        if key not in _keys(known):
+            raise _unknown_key(key, [o.lstrip("+") for o in overrides])
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
@@ -152,6 +166,13 @@ def _number(
 
 
 POSITIVE = "must be a whole number of at least 1"
+NEVER_NULL = (
+    "seed",
+    "model.d_model",
+    "model.num_layers",
+    "model.num_heads",
+    "mixer.num_components",
+)
 RULES: list[Rule] = [
     ("seed", _integer(0), "must be a whole number of at least 0", 0),
     ("model.d_model", _integer(1), POSITIVE, 64),
@@ -205,7 +226,8 @@ def check(config: DictConfig) -> None:
             raise SettingError(key, name, "may hold letters, digits, _ and . only", f"{key}=mine")
     for setting, allowed, words, example in RULES:
         value = _select(config, setting)
-        if value is not None and not allowed(value):
+        null = value is None and setting in NEVER_NULL and _has(config, setting)
+        if null or (value is not None and not allowed(value)):
             raise SettingError(setting, value, words, f"{setting}={example}")
     _check_together(config)
 
@@ -243,6 +265,11 @@ def _check_together(config: DictConfig) -> None:
             + (f" ({config.mixer.forms_reason})" if "forms_reason" in config.mixer else ""),
             "mixer=gma",
         )  # fmt: skip
+
+
+def _has(config: DictConfig, key: str) -> bool:
+    node, _, leaf = key.rpartition(".")
+    return leaf in (config[node] if node else config)
 
 
 def _select(config: DictConfig, key: str) -> Any:

@@ -519,13 +519,12 @@ def check_config(config: DictConfig) -> bool:
 
     A mixer that differs from layer to layer is checked once in every shape it takes.
     """
-    from hydra.utils import get_class
     from rich.console import Console
 
-    from gma_bench.model import build_mixer
+    from gma_bench.model import build_mixer, mixer_class
 
     layers = [0]
-    if "layer_index" in inspect.signature(get_class(config.mixer["_target_"])).parameters:
+    if "layer_index" in inspect.signature(mixer_class(config.mixer["_target_"])).parameters:
         layers = list(range(config.model.num_layers))
     seen: set[str] = set()
     sound = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,18 +39,10 @@ def build_mixer(
         SettingError: the target cannot be imported, or does not take one of the settings.
     """
     from hydra.errors import InstantiationException
-    from hydra.utils import get_class, instantiate
+    from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    try:
-        target = get_class(config["_target_"])
-    except Exception as error:
-        raise SettingError(
-            "mixer._target_",
-            config["_target_"],
-            f"must be an importable class ({error})",
-            "mixer=gma",
-        ) from error
+    target = mixer_class(config["_target_"])
     accepted = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
@@ -76,6 +69,27 @@ def build_mixer(
         if isinstance(error.__cause__, UserError):  # the mixer's own words, not Hydra's around them
             raise error.__cause__ from None
         raise
+
+
+def mixer_class(path: str) -> type[Mixer]:
+    """The mixer that a dotted path names.
+
+    Raises:
+        SettingError: it cannot be imported, or is no mixer.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the user's module raises
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise SettingError(
+            "mixer._target_", path, f"must be an importable class ({said})", "mixer=gma"
+        ) from error
+    if not (isinstance(target, type) and issubclass(target, Mixer)):
+        raise SettingError(
+            "mixer._target_", path, "must be a subclass of gma_bench.mixer.Mixer", "mixer=gma"
+        )
+    return target
 
 
 class Positions(nn.Module):

@@ -303,6 +303,16 @@ def test_check_exits_with_1_on_a_failure(
     )
 
 
+@pytest.mark.parametrize("target", ["my_package.Nope", "nope.Nope", "Nope", "os.path.join"])
+def test_a_target_that_is_no_mixer_is_one_line(
+    my_package: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"mixer._target_={target}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"mixer._target_={target}: must be a" in said
+
+
 def test_linformer_in_a_causal_task_says_why() -> None:
     with pytest.raises(SettingError, match="no causal form: its projections mix all positions"):
         builder("linformer")(d_model=32, num_heads=4, causal=True, max_length=8)

@@ -142,6 +142,8 @@ def _primary_column(results: Results, task: str) -> Column:
     better: Better = "max" if record.get("higher_is_better", True) else "min"
     metric, split = str(record["metric"]), str(record["split"])
     head = results.paper.label(task)
+    if not metric:  # no run of it finished
+        return Column(task, head, "", better, 2)
     if metric == "accuracy":
         key = f"{task}_{split}_accuracy_percent"
         return Column(key, f"{head} {_split(split)} accuracy", "%", better, 1)
