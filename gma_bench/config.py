@@ -82,7 +82,9 @@ def with_external_mixer(overrides: Sequence[str]) -> list[str]:
 def _refuse_added(overrides: Sequence[str]) -> None:
     """A misspelt key after a plus sign would change nothing but the run's name."""
     added = [o.lstrip("+").partition("=")[0] for o in overrides if o.startswith("+")]
-    added = [k for k in added if k.rpartition(".")[0] in ("", "model", "training")]
+    added = [
+        k for k in added if k.rpartition(".")[0] in ("", *IDENTITY) and not k.startswith("mixer.")
+    ]
     added = [k for k in added if "/" not in k and "@" not in k and not (CONF / k).is_dir()]
     if not added:
         return
@@ -115,7 +117,11 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> UserError:
     )
     parent = key.rpartition(".")[0]
     siblings = [k for k in known if k.rpartition(".")[0] == parent] or known
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not parent:
+        siblings = [*GROUPS, *siblings]
+    leaves = {k.rpartition(".")[2]: k for k in siblings}
+    leaf = key.rpartition(".")[2]
+    close = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)]
     if not close and parent:  # right leaf, wrong node
         close = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
     fix = f"{close[0]}={spelled.partition('=')[2]}" if close else f"{siblings[0]}=…"
@@ -229,6 +235,11 @@ def check(config: DictConfig) -> None:
         null = value is None and setting in NEVER_NULL and _has(config, setting)
         if null or (value is not None and not allowed(value)):
             raise SettingError(setting, value, words, f"{setting}={example}")
+    folder = Path(str(_select(config, "results_dir")))
+    if folder.exists() and not folder.is_dir():
+        raise SettingError(
+            "results_dir", folder, "is a file; must be a folder", "results_dir=results"
+        )
     _check_together(config)
 
 

@@ -126,6 +126,8 @@ def _problem(record: Any, path: Path) -> str | None:
     for key, kind in kinds.items():
         if not isinstance(record.get(key), kind):
             return f"{key} is missing or of the wrong type"
+    if not record["run_id"].startswith(f"{record['task']}-{record['mixer']}-s{record['seed']}-"):
+        return "task, mixer or seed does not match run_id"
     if record["config_hash"][:12] != record["run_id"][-12:]:
         return "config_hash does not match run_id"
     if record["status"] == "finished" and not isinstance(record.get("value"), int | float | None):

@@ -449,6 +449,11 @@ def build_trainer(
 ) -> L.Trainer:
     """Lightning's trainer for a cell; one epoch is the whole run, counted in steps."""
     training, batches = config.training, config.training.steps * config.training.accumulate
+    if config.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise SettingError(
+            "trainer.accelerator", config.trainer.accelerator, "no CUDA device is visible here",
+            "trainer=cpu",
+        )  # fmt: skip
     bar = [TQDMProgressBar(refresh_rate=5)] if shows_progress() else []
     return L.Trainer(
         accelerator=config.trainer.accelerator,
@@ -498,6 +503,7 @@ def build_logger(config: DictConfig) -> Logger | None:
             resume="allow" if mode == "online" else None,
             settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
+        logger._wandb_init.pop("anonymous", None)  # Lightning passes it on; wandb warns of it
     else:
         logger = instantiate(config.logger, save_dir=config.output_dir, name="", version="csv")
     logger.log_hyperparams(OmegaConf.to_container(config.resolved))

@@ -69,6 +69,9 @@ def test_a_record_that_names_another_folder_is_refused(tiny: list[str], tmp_path
     path.write_text(json.dumps(record | {"run_id": "../../elsewhere"}))
     with pytest.raises(BrokenRecord, match="run_id"):
         read_record(path)
+    path.write_text(json.dumps(record | {"task": "<b>listops"}))
+    with pytest.raises(BrokenRecord, match="does not match run_id"):
+        read_record(path)
     words = [o for o in tiny if not o.startswith(("task", "training", "model"))]
     with pytest.raises(SettingError, match=r"task\.record"):
         run_cell(

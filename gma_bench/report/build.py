@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 def build(results_dir: Path, scale: str, against: Path | None, console: Console) -> list[Path]:
     """See :func:`gma_bench.report.report`."""
     records, broken = read_all(results_dir, scale)
-    if not records and not broken:
+    if not records:
+        damaged = f" but {len(broken)} damaged ones ({broken[0]})" if broken else ""
         raise UserError(
-            f"no records in {results_dir / scale / 'runs'}. "
+            f"no records in {results_dir / scale / 'runs'}{damaged}. "
             f"Try: gma-bench reproduce scale={scale} results_dir={results_dir}"
         )
     folder = results_dir / scale

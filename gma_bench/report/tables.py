@@ -235,7 +235,7 @@ def _majority(results: Results, tasks: list[str], known: dict[str, dict[str, flo
 def majority_accuracy(record: Record) -> float | None:
     """Accuracy of the constant answer on the record's split, from its description of the data.
 
-    Tasks say it as ``majority_share`` in the statistics of the split.
+    Tasks say it as ``majority_share`` in the statistics of the split, or give all ``class_shares``.
     """
     pending: list[Any] = [record["data"]]
     while pending:
@@ -244,6 +244,8 @@ def majority_accuracy(record: Record) -> float | None:
             of_split = part.get(record["split"])
             if isinstance(of_split, dict) and is_number(of_split.get("majority_share")):
                 return float(of_split["majority_share"])
+            if isinstance(of_split, dict) and of_split.get("class_shares"):
+                return float(max(of_split["class_shares"].values()))
             pending += part.values()
     return metric_of(record, record["split"], "majority_accuracy")
 
