@@ -52,7 +52,7 @@ class SDPA(Mixer):
         return {"keys": empty, "values": empty}
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token, read against everything so far."""
+        """One token, read against everything so far; the cache is copied into a longer one each time."""
         q, k, v = self.project(x_t.unsqueeze(1))
         keys = torch.cat((state["keys"].to(k.dtype), k), 2)
         values = torch.cat((state["values"].to(v.dtype), v), 2)
