@@ -14,7 +14,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from gma_bench.ops import blocks
-from gma_bench.ops.chunked import gma_backward_flops, gma_flops, refuse_double_backward
+from gma_bench.ops.chunked import (
+    gma_backward_flops,
+    gma_flops,
+    gradients_like,
+    refuse_double_backward,
+)
 from gma_bench.ops.mixture import SAFE_MAGNITUDE
 from gma_bench.ops.precision import full_precision
 
@@ -423,27 +428,7 @@ def _(
     )
 
 
-@gma_fused_backward_op.register_fake
-def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    means: Tensor,
-    variances: Tensor,
-    log_priors: Tensor,
-    key_mask: Tensor | None,
-    out: Tensor,
-    states: Tensor,
-    masses: Tensor,
-    denominators: Tensor,
-    exact: Tensor,
-    causal: bool,
-    precision: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tokens = tuple(torch.empty_like(t) for t in (q, k, v))
-    parameters = tuple(t.new_empty(t.shape) for t in (means, variances, log_priors))
-    return tokens + parameters  # type: ignore[return-value]
+gma_fused_backward_op.register_fake(gradients_like)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -130,8 +130,7 @@ class Mixture:
         logits = products - self.half_norm
         square = features[..., : self.reach.shape[1]]
         terms = torch.baddbmm(self.largest_half_norm, square, self.reach, alpha=-1)
-        excess = logits.amax(-1, keepdim=True).mul_(SAFE_RATIO).add_(terms)
-        torch.maximum(excess, terms.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
+        excess = excess_magnitude(logits.amax(-1, keepdim=True), terms)
         return None if is_true(excess.amax() <= SAFE_MAGNITUDE) else logits
 
     def is_accurate(self, features: Tensor, logits: Tensor, gamma: Tensor) -> bool:
@@ -144,9 +143,17 @@ class Mixture:
         magnitude = torch.baddbmm(
             self.half_norm, features[..., :width], self.matrix[:, :width], alpha=-1
         )
-        excess = logits.mul_(SAFE_RATIO).add_(magnitude)  # S − SAFE_RATIO · m
-        torch.maximum(excess, magnitude.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
+        excess = excess_magnitude(logits, magnitude)
         return is_true(excess.mul_(gamma).amax() <= SAFE_MAGNITUDE)
+
+
+def excess_magnitude(logits: Tensor, magnitude: Tensor) -> Tensor:
+    """How far the terms of logits −m, which sum to S, outweigh them; at most SAFE_MAGNITUDE is accurate.
+
+    ``S − SAFE_RATIO · m``, or S where that is nearer to its own bound. Overwrites both arguments.
+    """
+    excess = logits.mul_(SAFE_RATIO).add_(magnitude)
+    return torch.maximum(excess, magnitude.mul_(SAFE_MAGNITUDE / LARGEST_MAGNITUDE), out=excess)
 
 
 class MixtureGradients:
