@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gma_bench.errors import SettingError, UserError
+from gma_bench.results import join_run_id
 
 # Our launcher files bear the names of the plugins' own, as they should; said once a worker otherwise.
 warnings.filterwarnings(
@@ -30,6 +31,8 @@ warnings.filterwarnings(
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 GROUPS = ("task", "mixer", "scale", "trainer", "logger")
+CLOSED_NODES = ("", "task", "model", "training", "trainer")
+"""Where no key may be added: a mixer of one's own has settings that no file names, these have none."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 
 
@@ -82,15 +85,13 @@ def with_external_mixer(overrides: Sequence[str]) -> list[str]:
 def _refuse_added(overrides: Sequence[str]) -> None:
     """A misspelt key after a plus sign would change nothing but the run's name."""
     added = [o.lstrip("+").partition("=")[0] for o in overrides if o.startswith("+")]
-    added = [
-        k for k in added if k.rpartition(".")[0] in ("", *IDENTITY) and not k.startswith("mixer.")
-    ]
+    added = [k for k in added if k.rpartition(".")[0] in CLOSED_NODES]
     added = [k for k in added if "/" not in k and "@" not in k and not (CONF / k).is_dir()]
     if not added:
         return
-    known = new_loader().load_configuration("config", _group_choices(overrides), RunMode.RUN)
+    known = _known_keys(overrides)
     for key in added:
-        if key not in _keys(known):
+        if key not in known:
             raise _unknown_key(key, [o.lstrip("+") for o in overrides])
 
 
@@ -112,18 +113,15 @@ def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> UserError:
     spelled = next((o for o in overrides if o.partition("=")[0] == key), f"{key}=…")
-    known = list(
-        _keys(new_loader().load_configuration("config", _group_choices(overrides), RunMode.RUN))
-    )
-    parent = key.rpartition(".")[0]
+    known = _known_keys(overrides)
+    parent, _, leaf = key.rpartition(".")
     siblings = [k for k in known if k.rpartition(".")[0] == parent] or known
     if not parent:
         siblings = [*GROUPS, *siblings]
     leaves = {k.rpartition(".")[2]: k for k in siblings}
-    leaf = key.rpartition(".")[2]
     close = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)]
     if not close and parent:  # right leaf, wrong node
-        close = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+        close = [k for k in known if k.rpartition(".")[2] == leaf][:1]
     fix = f"{close[0]}={spelled.partition('=')[2]}" if close else f"{siblings[0]}=…"
     return SettingError(
         key, spelled.partition("=")[2], f"no such setting; there are {', '.join(siblings)}", fix
@@ -133,6 +131,12 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> UserError:
 def _group_choices(overrides: Sequence[str]) -> list[str]:
     chosen = [o.partition("=") for o in overrides]
     return [f"{k}={v}" for k, _, v in chosen if k in GROUPS and v in choices(k)]
+
+
+def _known_keys(overrides: Sequence[str]) -> list[str]:
+    """Every setting of the groups that are chosen."""
+    config = new_loader().load_configuration("config", _group_choices(overrides), RunMode.RUN)
+    return list(_keys(config))
 
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -341,8 +345,8 @@ def group_hash(plain: dict[str, Any]) -> str:
 
 def run_id(plain: dict[str, Any]) -> str:
     """``<task>-<mixer>-s<seed>-<hash>``."""
-    task, mixer = plain["task"]["name"], plain["mixer"]["name"]
-    return f"{task}-{mixer}-s{plain['seed']}-{config_hash(plain)[:12]}"
+    names = plain["task"]["name"], plain["mixer"]["name"]
+    return join_run_id(*names, plain["seed"], config_hash(plain))
 
 
 def import_target(path: str) -> Callable[..., Any]:

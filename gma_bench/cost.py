@@ -57,6 +57,15 @@ def unprepared_task(config: DictConfig) -> Task:
     return target(cache_dir=config.cache_dir, **own)
 
 
+def planned_shape(task: Task) -> Any:
+    """What :func:`gma_bench.model.build_model` asks of a task, for one that has no data yet."""
+    vocab_size, num_outputs = task.planned_sizes()
+    return SimpleNamespace(
+        causal=task.causal, pooling=task.pooling, max_length=task.max_length,
+        vocab_size=vocab_size, num_outputs=num_outputs,
+    )  # fmt: skip
+
+
 def step_cost(config: DictConfig, task: Task | None = None) -> StepCost:
     """The cost of a training step of a cell, on tensors without data: no memory, no GPU, no download.
 
@@ -65,17 +74,13 @@ def step_cost(config: DictConfig, task: Task | None = None) -> StepCost:
         task: its task, when it is at hand and set up.
     """
     task = task or unprepared_task(config)
-    vocab_size, num_outputs = task.planned_sizes()
-    shape = SimpleNamespace(
-        causal=task.causal, pooling=task.pooling, max_length=task.max_length,
-        vocab_size=vocab_size, num_outputs=num_outputs,
-    )  # fmt: skip
+    shape = planned_shape(task)
     training = config.training
     part = training.batch_size // training.accumulate
     models: list[nn.Module] = []
 
     def build() -> Subject:
-        model = build_model(config, shape)  # type: ignore[arg-type]
+        model = build_model(config, shape)
         models.append(model)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

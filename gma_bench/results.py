@@ -20,6 +20,11 @@ STATUSES = ("finished", "failed", "diverged")
 RUN_ID = re.compile(r"[a-z0-9_.]+-[A-Za-z0-9_.]+-s\d+-[0-9a-f]{12}")
 
 
+def join_run_id(task: str, mixer: str, seed: int, digest: str) -> str:
+    """A run's name from what it consists of."""
+    return f"{task}-{mixer}-s{seed}-{digest[:12]}"
+
+
 @dataclass
 class Outcome:
     """What a procedure hands back; :mod:`gma_bench.cell` adds where it came from.
@@ -126,10 +131,9 @@ def _problem(record: Any, path: Path) -> str | None:
     for key, kind in kinds.items():
         if not isinstance(record.get(key), kind):
             return f"{key} is missing or of the wrong type"
-    if not record["run_id"].startswith(f"{record['task']}-{record['mixer']}-s{record['seed']}-"):
-        return "task, mixer or seed does not match run_id"
-    if record["config_hash"][:12] != record["run_id"][-12:]:
-        return "config_hash does not match run_id"
+    named = join_run_id(record["task"], record["mixer"], record["seed"], record["config_hash"])
+    if record["run_id"] != named:
+        return "task, mixer, seed or config_hash does not match run_id"
     if record["status"] == "finished" and not isinstance(record.get("value"), int | float | None):
         return "value is not a number"
     return None

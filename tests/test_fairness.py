@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from gma_bench.config import choices, compose
-from gma_bench.cost import unprepared_task
+from gma_bench.cost import planned_shape, unprepared_task
 from gma_bench.errors import UserError
 from gma_bench.listing import FAIR_SHARE, REFERENCE
 from gma_bench.model import build_model, count_parameters
@@ -15,13 +13,7 @@ from gma_bench.model import build_model, count_parameters
 
 def parameters(mixer: str, task: str, scale: str) -> int:
     config = compose([f"task={task}", f"mixer={mixer}", f"scale={scale}"])
-    planned = unprepared_task(config)
-    vocab_size, num_outputs = planned.planned_sizes()
-    shape = SimpleNamespace(
-        causal=planned.causal, pooling=planned.pooling, max_length=planned.max_length,
-        vocab_size=vocab_size, num_outputs=num_outputs,
-    )  # fmt: skip
-    return count_parameters(build_model(config, shape))  # type: ignore[arg-type]
+    return count_parameters(build_model(config, planned_shape(unprepared_task(config))))
 
 
 @pytest.mark.parametrize("scale", ["smoke", "mini", pytest.param("paper", marks=pytest.mark.slow)])
