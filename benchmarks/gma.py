@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from baselines.linear_transformer import linear_attention
+from gma_bench.gma import GaussianMixtureAttention
 from gma_bench.ops import gma
 from gma_bench.profiling.storages import StorageTracker
 
@@ -49,22 +50,19 @@ COMPARISONS = (
 class Inputs:
     """Tokens as a normalised projection leaves them, and a mixture as the module starts with."""
 
-    def __init__(self, seq_len: int, variance: float = WIDTH / 8) -> None:
+    def __init__(self, seq_len: int) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def tokens() -> Tensor:
             x = torch.randn(BATCH, seq_len, HEADS, WIDTH, generator=generator)
             return F.layer_norm(x, (WIDTH,)).transpose(1, 2).contiguous()
 
-        shape = HEADS, COMPONENTS, WIDTH
         self.tokens = [tokens().requires_grad_() for _ in range(3)]
         self.upstream = tokens()
-        means = torch.randn(shape, generator=generator)
-        self.mixture = [
-            (WIDTH**0.5 * F.normalize(means, dim=-1)).requires_grad_(),
-            torch.full(shape, float(variance)).requires_grad_(),
-            torch.zeros(shape[:2]).requires_grad_(),
-        ]
+        torch.manual_seed(0)
+        mixer = GaussianMixtureAttention(HEADS * WIDTH, HEADS, num_components=COMPONENTS)
+        start = mixer.means, mixer.variances(), mixer.priors().log()
+        self.mixture = [t.detach().clone().requires_grad_() for t in start]
 
     def call(self, name: str, causal: bool) -> Call:
         """The forward pass of one subject."""
@@ -209,8 +207,3 @@ def _growth() -> Iterator[dict[str, object]]:
         "ratio": many_bytes / few_bytes,
         "target": bounds,
     }
-
-
-if __name__ == "__main__":
-    for row in rows():
-        print("  ".join(f"{name}={value}" for name, value in row.items() if value is not None))

@@ -49,8 +49,3 @@ def _tree(rng: random.Random, depth: int) -> list[str]:
     for _ in range(rng.randint(2, 10)):
         tokens += _tree(rng, depth + 1)
     return [*tokens, "]"]
-
-
-if __name__ == "__main__":
-    for row in rows():
-        print("  ".join(f"{name}={value}" for name, value in row.items()))

@@ -116,8 +116,3 @@ def _ratio(
     if theirs is None:
         return None
     return statistics.median(a[which] / b[which] for a, b in zip(mine, theirs, strict=True))
-
-
-if __name__ == "__main__":
-    for row in rows():
-        print("  ".join(f"{name}={value}" for name, value in row.items() if value is not None))
