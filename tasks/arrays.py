@@ -12,6 +12,7 @@ and built again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -29,6 +30,18 @@ from gma_bench.store import locked, sha256_file, write_atomic
 
 BLOCK_BYTES = 1 << 16
 SAMPLED_BLOCKS = 64
+
+
+@functools.cache
+def code_digest() -> str:
+    """SHA-256 of the code that prepares data, part of every cache's key.
+
+    What other code has built is never read, whether or not whoever changed it thought of the caches.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(f"{path.name} {sha256_file(path)}\n".encode())
+    return digest.hexdigest()
 
 
 class MappedArray:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gma_bench.errors import UserError
-from tasks.arrays import Entry, Writer, entry
+from tasks.arrays import Entry, Writer, code_digest, entry
 from tasks.parallel import available_cores, ordered_map
 
 PACKAGES = {
@@ -45,8 +45,6 @@ CLASSIFIED_HELD_OUT = 0.15
 """Share of the classified docstrings for validation, and for test: they are few."""
 MASK = "@"
 MIN_CLASSIFIED_BYTES = 500
-FORMAT = 1
-"""Raised when extraction changes, so that older caches are not read."""
 
 _SKIPPED_FOLDERS = re.compile(
     r"^(tests?|testing|externals?|extern|_vendor|_vendored|vendored|third_party|_external|libs"
@@ -108,9 +106,9 @@ def load_corpus(cache_dir: Path | str, workers: int | None = None) -> Corpus:
 
 
 def _installed() -> tuple[dict[str, str], str]:
-    """Versions of the packages, and a digest of their sources as installers recorded them."""
+    """Versions of the packages; a digest of their sources, as installers recorded them, and of our code."""
     versions: dict[str, str] = {}
-    digest = hashlib.sha256(f"format {FORMAT}\n".encode())
+    digest = hashlib.sha256(f"code {code_digest()}\n".encode())
     for package, distribution in PACKAGES.items():
         try:
             installed = importlib.metadata.distribution(distribution)

@@ -26,6 +26,7 @@ from gma_bench.errors import SettingError, UserError
 from gma_bench.store import locked, sha256_file, write_atomic
 from gma_bench.task import Batch, Task
 from tasks.accuracy import Accuracy
+from tasks.arrays import code_digest
 from tasks.listops_generator import (
     PAD,
     SYMBOLS,
@@ -42,7 +43,6 @@ __all__ = ["ListOps", "evaluate", "generate", "read_tsv"]
 
 SPLITS = ("train", "val", "test")
 SOURCES = ("embedded", "local", "hub")
-CACHE_FORMAT = 1
 ARRAYS = tuple(field.name for field in fields(Expressions))
 
 Example = tuple[NDArray[np.uint8], int, int]
@@ -348,7 +348,7 @@ def _cached(
         All of them, mapped from disk; how many each split has, in the order in which they stand;
         and a digest of the data.
     """
-    folder = cache_dir / "listops" / _digest({**settings, "format": CACHE_FORMAT})[:16]
+    folder = cache_dir / "listops" / _digest({**settings, "code": code_digest()})[:16]
     with locked(folder):
         manifest = _read_manifest(folder)
         if manifest is None:

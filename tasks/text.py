@@ -22,12 +22,11 @@ from torchmetrics import Metric
 from gma_bench.errors import SettingError, UserError
 from gma_bench.task import Batch, Task
 from tasks.accuracy import Accuracy
-from tasks.arrays import Entry, Writer, entry
+from tasks.arrays import Entry, Writer, code_digest, entry
 from tasks.embedded import PACKAGES, classification_examples, load_corpus
 from tasks.sources import Shard, Source, choose_source, hub_source, local_source, read_rows
 
 SPLITS = ("train", "val", "test")
-CACHE_FORMAT = 1
 PAD = 0
 FIRST_BYTE = 1
 
@@ -130,7 +129,7 @@ class Text(Task):
             identity = corpus.fingerprint
         else:
             identity = source.identity
-        key = _digest([CACHE_FORMAT, identity, self.data_seed, self.validation_share])
+        key = _digest([code_digest(), identity, self.data_seed, self.validation_share])
         folder = self.cache_dir / "text" / key[:16]
 
         def build(writer: Writer) -> None:

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from gma_bench.errors import SettingError, UserError
 from gma_bench.task import Batch, Task
 from tasks import tokenizers
-from tasks.arrays import Entry, MappedArray, Writer, entry
+from tasks.arrays import Entry, MappedArray, Writer, code_digest, entry
 from tasks.embedded import load_corpus, split_documents
 from tasks.parallel import available_cores
 from tasks.perplexity import BitsPerUnit, Perplexity
@@ -33,7 +33,6 @@ from tasks.sources import Source, choose_source, hub_source, local_source, read_
 from tasks.tokenizers import PAD, Tokenizer
 
 SPLITS = ("train", "val", "test")
-CACHE_FORMAT = 1
 IGNORED = -100
 BATCH_CHARACTERS = 1 << 20
 """Text encoded at a time, which bounds the memory that preparing takes."""
@@ -174,7 +173,7 @@ class WikiText103(Task):
             )
         else:
             text = SourceText(hub_source(*self.hub, self.cache_dir), self.data_seed)
-        key = _digest([CACHE_FORMAT, text.identity, self.tokenizer_settings, self.data_seed])
+        key = _digest([code_digest(), text.identity, self.tokenizer_settings, self.data_seed])
         folder = self.cache_dir / "wikitext103" / key[:16]
         return entry(folder, lambda writer: self._build(writer, text))
 

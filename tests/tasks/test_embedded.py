@@ -239,3 +239,21 @@ def test_two_builders_at_once_leave_one_sound_entry(tmp_path: Path) -> None:
     stored = entry(tmp_path / "e", lambda writer: pytest.fail("built again"))
     assert set(lines) == {"built", stored.digest}
     assert (stored.array("a")[:] == np.arange(1000)).all()
+
+
+def test_a_cache_that_other_code_built_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+
+    def extract_few(workers: int) -> list[embedded.Docstring]:
+        built.append(embedded.code_digest())
+        return [embedded.Docstring("numpy", "numpy.f", "text")]
+
+    monkeypatch.setattr(embedded, "extract", extract_few)
+    embedded.load_corpus(tmp_path)
+    embedded.load_corpus(tmp_path)
+    assert len(built) == 1
+    monkeypatch.setattr(embedded, "code_digest", lambda: "changed")
+    embedded.load_corpus(tmp_path)
+    assert built[1:] == ["changed"]
