@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from gma_bench.mixer import Mixer, State, zero_masked
 
+FIRST_ROWS = 16
+"""Tokens that a KV cache has room for when the first one is written."""
+
 
 class SDPA(Mixer):
     """Multi-head softmax attention, fused (``torch.nn.functional.scaled_dot_product_attention``).
@@ -52,12 +55,39 @@ class SDPA(Mixer):
         return {"keys": empty, "values": empty}
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token, read against everything so far; the cache is copied into a longer one each time."""
+        """One token, read against everything so far.
+
+        ``keys`` and ``values`` are the filled rows of longer buffers. Unless gradients are being
+        recorded, a step writes one row into each in place, so that two steps from one state share
+        that row; a full buffer doubles.
+        """
         q, k, v = self.project(x_t.unsqueeze(1))
-        keys = torch.cat((state["keys"].to(k.dtype), k), 2)
-        values = torch.cat((state["values"].to(v.dtype), v), 2)
+        keys, values = append(state["keys"], k), append(state["values"], v)
         out = F.scaled_dot_product_attention(q, keys, values)
         return self.out_proj(self.merge_heads(out)).squeeze(1), {"keys": keys, "values": values}
+
+
+def append(cache: Tensor, row: Tensor) -> Tensor:
+    """``cache (B, H, t, d)`` with ``row (B, H, 1, d)`` at its end, in place where there is room.
+
+    There is room where ``cache`` is the first ``t`` rows of a buffer that :func:`append` made; its
+    storage tells how many it has. Otherwise, rows are copied into a buffer twice as long: over
+    ``t`` tokens that is less than two copied rows a token.
+    """
+    if torch.is_grad_enabled() and (row.requires_grad or cache.requires_grad):
+        return torch.cat((cache.to(row.dtype), row), 2)
+    cache = cache.to(row.dtype)
+    batch, heads, length, width = cache.shape
+    row_bytes = batch * heads * width * cache.element_size()
+    capacity = cache.untyped_storage().nbytes() // row_bytes
+    strides = (heads * capacity * width, capacity * width, width, 1)
+    if length == capacity or cache.stride() != strides or cache.storage_offset():
+        buffer = row.new_empty(batch, heads, max(FIRST_ROWS, 2 * length), width)
+        buffer[:, :, :length] = cache
+        return append(buffer[:, :, :length], row)
+    longer = cache.as_strided((batch, heads, length + 1, width), strides)
+    longer[:, :, length:] = row
+    return longer
 
 
 def readable(mask: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ def state_at(mixer: Mixer, context: int, batch_size: int) -> State:
     """The state of a causal mixer after ``context`` tokens, with made-up contents.
 
     How a state grows is read off its first two steps: a tensor longer by one along one dimension (a
-    KV cache) is lengthened to ``context``; a number that went up by one (a position) is set to it;
-    whatever kept its shape stays. A state that grows otherwise is streamed for real up to
+    KV cache) is lengthened; a number that went up by one (a position) is set to the length; whatever
+    kept its shape stays. The last token is then stepped for real, which leaves a cache with the
+    spare room that steps leave it with. A state that grows otherwise is streamed for real up to
     ``MOST_STEPS`` tokens.
 
     Raises:
@@ -33,7 +34,8 @@ def state_at(mixer: Mixer, context: int, batch_size: int) -> State:
     _, first = mixer.step(x, mixer.init_state(batch_size))
     _, second = mixer.step(x, first)
     try:
-        return {name: _lengthen(first[name], second[name], context) for name in second}
+        made = {name: _lengthen(first[name], second[name], context - 1) for name in second}
+        return mixer.step(x, made)[1]
     except UnknownGrowth:
         if context > MOST_STEPS:
             raise

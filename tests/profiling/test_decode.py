@@ -48,6 +48,17 @@ def test_a_made_up_state_is_like_a_streamed_one(name: str) -> None:
     assert out.isfinite().all()
 
 
+def test_a_made_up_cache_is_not_copied_by_the_steps_that_are_timed() -> None:
+    mixer = build_mixer(
+        resolve_mixer(compose(["mixer=sdpa"]).mixer), d_model=32, num_heads=2, causal=True, max_length=64
+    )  # fmt: skip
+    made, x = state_at(mixer, CONTEXT, 2), torch.randn(2, 32)
+    with torch.no_grad():
+        after = [mixer.step(x, made)[1] for _ in range(3)]
+    assert {s["keys"].data_ptr() for s in after} == {made["keys"].data_ptr()}
+    assert {s["keys"].shape[2] for s in after} == {CONTEXT + 1}, "each at the same context"
+
+
 class Doubling(Mixer):
     """A cache that doubles when it is full: two steps do not tell how it grows."""
 
