@@ -18,7 +18,8 @@ class MHA(SDPA):
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)  # (B, H, N, N)
+        # Scaled before the product: N×N numbers fewer to write, forward and backward.
+        scores = (q / math.sqrt(self.head_dim)) @ k.transpose(-1, -2)  # (B, H, N, N)
         allowed = None if mask is None else readable(mask)[:, None, None]
         if self.causal:
             n = q.shape[-2]
