@@ -125,6 +125,7 @@ class Prepared:
         reach = max_length(q, k).square() * half.amax() + norm.amax()
         self.is_far = ~(reach <= SAFE_MAGNITUDE)  # stays on the device: nothing waits for it
         constant = torch.where(self.is_far, logs, logs - norm)
+        constant = constant - constant.amax(-1, keepdim=True)  # no posterior sees it
         self.mixture = (
             half.float(),
             (2 * mean * half).float(),
@@ -136,6 +137,7 @@ class Prepared:
         self.constants = constants(self.components, v.dtype, precision)
         self.sizes = self.components, self.width, self.value_width
         self.masked = key_mask is not None
+        self.centre = first_values(self.v, key_mask)
 
     def split(self, length: int) -> tuple[int, int, int, int]:
         """``(programs, parts, blocks of a part, parts of a program)`` for a length."""
@@ -178,6 +180,21 @@ class Prepared:
         return states, masses
 
 
+def first_values(v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The value of each sequence's first real key, ``(B, H, d_v)`` in float32; zero where none is real.
+
+    Kernels take it from every value, in float32: an output moves along with its values, and what
+    tells keys apart is left. It is the first, as later ones must not reach a causal output.
+    """
+    if v.shape[2] == 0:
+        return v.new_zeros(v.shape[0], v.shape[1], v.shape[3], dtype=torch.float32)
+    if key_mask is None:
+        return v[:, :, 0].float().contiguous()
+    first = key_mask.int().argmax(1)
+    rows = v[torch.arange(len(v), device=v.device), :, first]
+    return torch.where(key_mask.any(1)[:, None, None], rows.float(), 0.0)
+
+
 def max_length(*tokens: Tensor) -> Tensor:
     """Length of the longest vector, float64."""
     lengths = [
@@ -211,9 +228,10 @@ def gma_fused_body(
     eps: float,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, the states that were read and their masses, denominators ``(B·H, N)``, exact output.
+    """Output; what backward needs: exact output, the states that were read, masses, denominators.
 
-    The latter is ``(B, H, N, d_v)`` in float32, or empty where the output is that already.
+    The exact output is ``(B, H, N, d_v)`` in float32, less what was taken from the values; denominators
+    are ``(B·H, N)``.
     """
     with full_precision():
         call = Prepared(q, k, v, means, variances, log_priors, key_mask, causal, precision)
@@ -225,6 +243,7 @@ def gma_fused_body(
             (programs, sequences),
             call.k,
             call.v,
+            call.centre,
             call.mask,
             *call.mixture,
             states,
@@ -241,13 +260,14 @@ def gma_fused_body(
         states, masses = call.join(states, masses)
         out = blocks.like_layout(q, v)
         denominators = masses.new_empty(sequences, q.shape[2])
-        exact = masses.new_empty(out.shape if call.constants["COARSE"] else 0)
+        exact = masses.new_empty(out.shape)
         call.launch(
             call.kernels.read,
             (-(-q.shape[2] // call.tiles.block), sequences),
             call.q,
             call.k,
             call.v,
+            call.centre,
             call.mask,
             out,
             exact,
@@ -265,7 +285,7 @@ def gma_fused_body(
             CAUSAL=causal,
             MASKED=call.masked,
         )
-        return out, states, masses, denominators, exact
+        return out, exact, states, masses, denominators
 
 
 def gma_fused_backward_body(
@@ -277,11 +297,10 @@ def gma_fused_backward_body(
     variances: Tensor,
     log_priors: Tensor,
     key_mask: Tensor | None,
-    out: Tensor,
+    exact: Tensor,
     states: Tensor,
     masses: Tensor,
     denominators: Tensor,
-    exact: Tensor,
     causal: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -290,7 +309,6 @@ def gma_fused_backward_body(
         call = Prepared(q, k, v, means, variances, log_priors, key_mask, causal, precision)
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        out = exact if exact.numel() else out
         sequences = call.batch * call.heads
         programs, grad_parts, part_blocks, program_parts = call.split(q.shape[2])
         sums_q = Sums(call, programs)
@@ -302,8 +320,9 @@ def gma_fused_backward_body(
             call.q,
             call.k,
             call.v,
+            call.centre,
             call.mask,
-            out,
+            exact,
             grad_out,
             grad_q,
             denominators,
@@ -314,7 +333,7 @@ def gma_fused_backward_body(
             grad_states,
             grad_masses,
             *sums_q.tensors,
-            *strides(call.q, call.k, call.v, out, grad_out, grad_q),
+            *strides(call.q, call.k, call.v, exact, grad_out, grad_q),
             call.heads,
             q.shape[2],
             *call.sizes,
@@ -334,6 +353,7 @@ def gma_fused_backward_body(
             call.q,
             call.k,
             call.v,
+            call.centre,
             call.mask,
             grad_out,
             grad_k,
@@ -421,10 +441,10 @@ def _(
     out = blocks.like_layout(q, v)
     return (
         out,
+        masses.new_empty(out.shape),
         masses.new_empty(*masses.shape, v.shape[3]),
         masses,
         masses.new_empty(sequences, q.shape[2]),
-        masses.new_empty(0 if v.dtype == torch.float32 else out.shape),
     )
 
 
@@ -433,7 +453,7 @@ gma_fused_backward_op.register_fake(gradients_like)
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.causal, _, ctx.precision = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
 
 
@@ -461,5 +481,5 @@ def _fused_flops(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.gma_bench.gma_fused_backward)
 def _fused_backward_flops(*shapes: Any, out_shape: Any = None, **_: Any) -> int:
-    causal = shapes[13]
+    causal = shapes[12]
     return int(_backward_formula(*shapes[:8], shapes[9], shapes[10], causal, 0.0))

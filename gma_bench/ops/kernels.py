@@ -59,6 +59,21 @@ def tile(base, stride, rows, columns, num_rows, num_columns):
 
 
 @triton.jit
+def shift(centre, columns, num_columns):
+    """What is taken from every value, ``(1, VALUE_TILE)``."""
+    return tl.load(centre + columns, mask=columns < num_columns, other=0.0)[None, :]
+
+
+@triton.jit
+def value_tile(v, centre, stride, rows, columns, real, num_rows, num_columns, COARSE: tl.constexpr):
+    """Values of the keys that are real, zero elsewhere; in float32 less ``centre``."""
+    values = tile(v, stride, rows, columns, num_rows, num_columns)
+    if COARSE == 0:
+        values -= shift(centre, columns, num_columns)
+    return tl.where(real[:, None], values, 0.0)
+
+
+@triton.jit
 def put(base, stride, rows, columns, num_rows, num_columns, values):
     """Store what :func:`tile` loads."""
     inside = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
@@ -95,8 +110,11 @@ def responsibilities(
 ):
     """Posteriors of a block, ``(BLOCK, COMPONENTS)``; zero for components that do not exist."""
     slots = tl.arange(0, COMPONENTS)
-    logits = tl.zeros((BLOCK, COMPONENTS), tl.float32)
+    constants = tl.load(constant + slots, mask=slots < components, other=float("-inf"))
+    logits = tl.zeros((BLOCK, COMPONENTS), tl.float32) + constants[None, :]
     if far:
+        # Compensated (Kahan): a hundred terms sum to a hundred times what decides between two.
+        lost = tl.zeros((BLOCK, COMPONENTS), tl.float32)
         for i in tl.range(width, disable_licm=True):
             column = tl.load(
                 x + rows.to(tl.int64) * stride + i, mask=rows < num_rows, other=0.0
@@ -104,7 +122,12 @@ def responsibilities(
             mean = tl.load(means + slots * width + i, mask=slots < components, other=0.0)
             half = tl.load(half_precision + slots * width + i, mask=slots < components, other=0.0)
             difference = column[:, None] - mean[None, :]
-            logits -= difference * difference * half[None, :]
+            term = difference * difference * half[None, :] + lost
+            total = logits - term
+            lost = tl.where(total == float("-inf"), 0.0, (total - logits) + term)
+            logits = total
+        logits -= tl.max(logits, 1)[:, None]
+        logits -= lost
     else:
         for start in tl.range(0, width, WIDTH_TILE, disable_licm=True):
             columns = start + tl.arange(0, WIDTH_TILE)
@@ -113,9 +136,7 @@ def responsibilities(
             second = tl.trans(tile(half_precision, width, slots, columns, components, width))
             logits += product(block, first, 0, PRECISION)
             logits -= product(block * block, second, 0, PRECISION)
-    constants = tl.load(constant + slots, mask=slots < components, other=float("-inf"))
-    logits += constants[None, :]
-    logits -= tl.max(logits, 1)[:, None]
+        logits -= tl.max(logits, 1)[:, None]
     weights = tl.exp(logits)
     return weights / tl.sum(weights, 1)[:, None]
 
@@ -199,6 +220,7 @@ def softmax_backward(grad, weights):
 def write(
     k,
     v,
+    centre,
     key_mask,
     half_precision,
     linear,
@@ -234,6 +256,7 @@ def write(
     batch, head = sequence // heads, sequence % heads
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
+    centre += sequence * value_width
     half_precision += head * components * width
     linear += head * components * width
     means += head * components * width
@@ -272,8 +295,9 @@ def write(
             mass += tl.sum(gamma, 0)
             for start in tl.range(0, value_width, VALUE_TILE, disable_licm=True):
                 columns = start + tl.arange(0, VALUE_TILE)
-                values = tile(v, v_row, rows, columns, length, value_width)
-                values = tl.where(real[:, None], values, 0.0)
+                values = value_tile(
+                    v, centre, v_row, rows, columns, real, length, value_width, COARSE
+                )
                 add(
                     states + place * components * value_width,
                     value_width,
@@ -307,6 +331,7 @@ def read(
     q,
     k,
     v,
+    centre,
     key_mask,
     out,
     exact,
@@ -349,14 +374,15 @@ def read(
 ):
     """``O = Γ_Q Ṽ / (Γ_Q Z + ε)``, a block a program.
 
-    Also the denominators ``(B·H, N)``, and, ``COARSE``, O in float32 ``(B·H, N, d_v)``: backward
-    takes differences of it, which 16 bits do not carry.
+    Also the denominators ``(B·H, N)``, and O in float32 ``(B·H, N, d_v)``, less ``centre`` where the
+    values were: backward takes differences of it, which O itself does not carry.
     """
     sequence = tl.program_id(1).to(tl.int64)
     batch, head = sequence // heads, sequence % heads
     q += batch * q_batch + head * q_head
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
+    centre += sequence * value_width
     out += batch * o_batch + head * o_head
     half_precision += head * components * width
     linear += head * components * width
@@ -420,22 +446,27 @@ def read(
                 affinity = product(gamma, tl.trans(gamma_k), COARSE, PRECISION)
                 seen = (keys[None, :] <= rows[:, None]) & real[None, :]
                 affinity = tl.where(seen, affinity, 0.0)
-                values = tile(v, v_row, keys, columns, length, value_width)
-                values = tl.where(real[:, None], values, 0.0)
+                values = value_tile(
+                    v, centre, v_row, keys, columns, real, length, value_width, COARSE
+                )
                 denominator += tl.sum(affinity, 1)
                 numerator += product(affinity, values, COARSE, PRECISION)
         result = numerator / denominator[:, None]
-        put(out, o_row, rows, columns, length, value_width, result)
-        if COARSE:
-            put(
-                exact + sequence * length * value_width,
-                value_width,
-                rows,
-                columns,
-                length,
-                value_width,
-                result,
-            )
+        if COARSE == 0:
+            centre_tile = shift(centre, columns, value_width)
+            result -= centre_tile * (eps / denominator)[:, None]
+            put(out, o_row, rows, columns, length, value_width, result + centre_tile)
+        else:
+            put(out, o_row, rows, columns, length, value_width, result)
+        put(
+            exact + sequence * length * value_width,
+            value_width,
+            rows,
+            columns,
+            length,
+            value_width,
+            result,
+        )
         if start == 0:
             tl.store(denominators + sequence * length + rows, denominator, mask=rows < length)
 
@@ -445,6 +476,7 @@ def read_backward(
     q,
     k,
     v,
+    centre,
     key_mask,
     out,
     grad_out,
@@ -507,6 +539,7 @@ def read_backward(
     q += batch * q_batch + head * q_head
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
+    centre += sequence * value_width
     out += batch * o_batch + head * o_head
     grad_out += batch * g_batch + head * g_head
     grad_q += batch * dq_batch + head * dq_head
@@ -609,8 +642,9 @@ def read_backward(
                     for start in tl.range(0, value_width, VALUE_TILE, disable_licm=True):
                         columns = start + tl.arange(0, VALUE_TILE)
                         upstream = tile(grad_out, g_row, rows, columns, length, value_width)
-                        values = tile(v, v_row, keys, columns, length, value_width)
-                        values = tl.where(real[:, None], values, 0.0)
+                        values = value_tile(
+                            v, centre, v_row, keys, columns, real, length, value_width, COARSE
+                        )
                         affinity += product(
                             upstream * inverse[:, None], tl.trans(values), 0, PRECISION
                         )
@@ -648,6 +682,7 @@ def write_backward(
     q,
     k,
     v,
+    centre,
     key_mask,
     grad_out,
     grad_k,
@@ -705,6 +740,7 @@ def write_backward(
     q += batch * q_batch + head * q_head
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
+    centre += sequence * value_width
     grad_out += batch * g_batch + head * g_head
     grad_k += batch * dk_batch + head * dk_head
     grad_v += batch * dv_batch + head * dv_head
@@ -761,8 +797,9 @@ def write_backward(
                     components,
                     value_width,
                 )
-                values = tile(v, v_row, rows, columns, length, value_width)
-                values = tl.where(real[:, None], values, 0.0)
+                values = value_tile(
+                    v, centre, v_row, rows, columns, real, length, value_width, COARSE
+                )
                 grad += product(values, tl.trans(grad_state), 0, PRECISION)
                 result = product(gamma, grad_state, COARSE, PRECISION)
                 if CAUSAL:

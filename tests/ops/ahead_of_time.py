@@ -28,7 +28,7 @@ TOKENS = {"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"}
 FLOAT32 = {
     "half_precision", "linear", "means", "constant", "states", "masses", "grad_states",
     "grad_masses", "grad_square", "grad_linear", "grad_constant", "denominators", "ratios",
-    "exact",
+    "exact", "centre",
 }  # fmt: skip
 
 
