@@ -86,7 +86,8 @@ def locked(path: Path | str, *, wait: bool = True) -> Iterator[bool]:
     """Hold the lock file ``<path>.lock`` while the body runs.
 
     The lock is the kernel's (``flock``): it ends with the process that holds it, however that ends,
-    so no lock file is ever stale, and its age means nothing. Linux carries it over NFS as well; a
+    so no lock file is ever stale, and its age means nothing. A body that refuses with a UserError
+    leaves none behind. Linux carries it over NFS as well; a
     machine that vanishes there loses its locks when its lease at the server ends (NFSv4: about 90 s).
 
     Args:
@@ -101,26 +102,45 @@ def locked(path: Path | str, *, wait: bool = True) -> Iterator[bool]:
             ``-o flock``): two runs could damage each other there, so none starts.
     """
     lock = Path(f"{path}.lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = open(lock, "a+")  # noqa: SIM115 - closed below, after the unlock
-    except OSError as error:
-        raise UserError(f"cannot lock {path}: {error.strerror or error}") from error
+    file = _acquire(lock, wait)
+    if file is None:
+        yield False
+        return
     with file:
+        try:
+            yield True
+        except UserError:
+            lock.unlink(missing_ok=True)  # while it is held: who waits for it finds it gone
+            raise
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _acquire(lock: Path, wait: bool) -> BinaryIO | None:
+    """The open, locked file; None when somebody else holds it."""
+    while True:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = open(lock, "ab+")  # noqa: SIM115 - the caller closes it
+        except OSError as error:
+            raise UserError(f"cannot lock {lock}: {error.strerror or error}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            yield False
-            return
+            file.close()
+            return None
         except OSError as error:
+            file.close()
             raise UserError(
-                f"cannot lock {path}: {error.strerror or error}. Its file system must support flock; "
+                f"cannot lock {lock}: {error.strerror or error}. Its file system must support flock; "
                 "mount it so, or point results_dir and cache_dir elsewhere"
             ) from error
         try:
-            yield True
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
+            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        file.close()  # who held it took it away, and the next one to come makes a new one
 
 
 def require_disk(path: Path | str, needed_bytes: int, purpose: str) -> None:

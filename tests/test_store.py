@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,6 +67,34 @@ def test_a_lock_is_held_by_one_process_and_dies_with_it(tmp_path: Path) -> None:
     holder.wait()
     with locked(tmp_path / "x", wait=False) as free:
         assert free
+
+
+def test_a_refusal_leaves_no_lock_file_and_no_second_holder(tmp_path: Path) -> None:
+    """Who waited for a lock file that was taken away must not share what it guards with a new one."""
+    script = (
+        "import sys, time; from gma_bench.store import locked\n"
+        "print('waits', flush=True)\n"
+        "with locked(sys.argv[1]): print('held', flush=True); time.sleep(60)"
+    )
+    with contextlib.suppress(UserError), locked(tmp_path / "x"):
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True
+        )
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "waits\n"
+        time.sleep(0.2)
+        raise UserError("no")
+    try:
+        assert waiting.stdout
+        assert waiting.stdout.readline() == "held\n"
+        with locked(tmp_path / "x", wait=False) as free:
+            assert not free
+    finally:
+        waiting.kill()
+        waiting.wait()
+    with pytest.raises(UserError), locked(tmp_path / "x"):
+        raise UserError("no")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_system_without_locks_is_named(
