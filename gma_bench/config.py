@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -103,8 +104,15 @@ def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
         if key in (*GROUPS, "hydra/launcher") and f"{key}/" in text and value not in choices(key):
             names = choices(key)
             return SettingError(
-                key, value, f"must be one of {', '.join(names)}", f"{key}={_nearest(value, names)}"
+                key, value, f"must be one of {', '.join(names)}", f"{key}={nearest(value, names)}"
             )
+    if "Ambiguous value for argument" in text:
+        several = next((o for o in overrides if f"'{o}'" in text), "key=a,b")
+        key, _, value = several.partition("=")
+        return SettingError(
+            key, value, "one value a run; several are a sweep, which takes -m",
+            f"gma-bench run -m {shlex.join(overrides)}",
+        )  # fmt: skip
     unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text)
     if unknown:
         return _unknown_key(unknown[1] or unknown[2], overrides)
@@ -151,7 +159,7 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _nearest(value: str, names: Sequence[str]) -> str:
+def nearest(value: str, names: Sequence[str]) -> str:
     return (difflib.get_close_matches(value, names, n=1, cutoff=0.0) or [names[0]])[0]
 
 

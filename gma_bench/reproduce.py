@@ -19,8 +19,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Table
 
 from gma_bench.cell import Record, finished_record
-from gma_bench.config import CONF, choices, compose, resolved, run_id
-from gma_bench.errors import UserError
+from gma_bench.config import CONF, choices, compose, nearest, resolved, run_id
+from gma_bench.errors import SettingError, UserError
 from gma_bench.results import BrokenRecord, read_all, read_record, record_path
 from gma_bench.store import locked
 from gma_bench.sweep import launch
@@ -56,30 +56,48 @@ def grid(overrides: Sequence[str], only: Sequence[str] = ()) -> list[Cell]:
             raise UserError(
                 f"{word}: the grid sets task, mixer and seed itself. Try: --only {word}"
             )
-    part = _only(only)
-    seeds = list(compose(overrides).scale.seeds)
+    entries = list(_entries(list(compose(overrides).scale.seeds)))
+    part = _only(only, [names for names, _ in entries])
+    composed = dict[Any, DictConfig]()
+    cells = [
+        _cell(names, overrides, composed, alone=alone)
+        for names, alone in entries
+        if all(names[key] in values for key, values in part.items())
+    ]
+    if not cells:  # each name is in the grid, but not with the others
+        raise UserError(f"--only {' --only '.join(only)} leaves no cell of the grid. Try: one less")
+    return cells
+
+
+def _entries(seeds: Sequence[int]) -> Iterator[tuple[dict[str, str], bool]]:
+    """Task, mixer and seed of every cell of the grid, and whether it runs alone."""
     joining = [m for m in choices("mixer") if _file("mixer", m).get("reproduce")]
-    cells, composed = list[Cell](), dict[Any, DictConfig]()
     for entry in _file(".", "reproduce").cells:
         chosen_seeds = seeds if entry.seed == "all" else list(entry.seed)
         for task, seed in itertools.product(entry.task, chosen_seeds):
             more = [m for m in joining if _has_form(m, task)] if entry.get("joins", True) else []
             for mixer in dict.fromkeys([*entry.mixer, *more]):
-                names = {"task": task, "mixer": mixer, "seed": str(seed)}
-                if all(names[key] in values for key, values in part.items()):
-                    cells.append(_cell(names, overrides, composed, alone=entry.get("alone", False)))
-    if not cells:
-        raise UserError(f"--only {' '.join(only)} leaves no cell of the grid")
-    return cells
+                yield {"task": task, "mixer": mixer, "seed": str(seed)}, entry.get("alone", False)
 
 
-def _only(only: Sequence[str]) -> dict[str, list[str]]:
+def _only(only: Sequence[str], names: Sequence[dict[str, str]]) -> dict[str, list[str]]:
+    """The values that ``--only`` asks for, each of them one of the grid's."""
+    known = {key: sorted({name[key] for name in names}) for key in ("task", "mixer", "seed")}
     part = {}
     for word in only:
         key, _, values = word.partition("=")
-        if key not in ("task", "mixer", "seed") or not values:
-            raise UserError(f"--only {word}: must be task=…, mixer=… or seed=…")
+        if key not in known:
+            allowed = "; ".join(f"{k}={','.join(v)}" for k, v in known.items())
+            raise UserError(
+                f"--only {word}: must be key=a,b out of {allowed}. Try: --only task=text"
+            )
         part[key] = values.split(",")
+        for value in part[key]:
+            if value not in known[key]:
+                raise SettingError(
+                    f"--only {key}", value, f"must be out of {', '.join(known[key])}",
+                    f"--only {key}={nearest(value, known[key])}",
+                )  # fmt: skip
     return part
 
 

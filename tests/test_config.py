@@ -30,6 +30,7 @@ WRONG = {
     "negative seed": (["seed=-1"], "seed=-1", "seed=0"),
     "seed in words": (["seed=one"], "seed=one", "seed=0"),
     "no folder": (["task=text", "task.source=local"], "task.data_dir", "task.data_dir="),
+    "a sweep without -m": (["mixer=gma,sdpa", "seed=1"], "mixer=gma,sdpa", "gma-bench run -m mixer=gma,sdpa seed=1"),
     "no steps": (["training.steps=0"], "training.steps=0", "training.steps="),
     "accumulate": (["training.batch_size=30", "training.accumulate=4"], "training.accumulate=4", "training.accumulate=1"),
 }  # fmt: skip

@@ -38,7 +38,16 @@ def test_a_part_of_it() -> None:
         ("text", "sdpa"): 1,
     }
     with pytest.raises(UserError, match="no cell"):
-        names(only=("mixer=nobody",))
+        names("scale=mini", only=("task=wikitext103", "mixer=linformer"))
+    for word, allowed in {
+        "mixer=gmaa": r"must be out of .*gma, .*sdpa.* Try: --only mixer=gma$",
+        "seed=9": "must be out of 0, 1, 2",
+        "tasks=text": r"task=.*listops.*; mixer=.*; seed=0,1,2\. Try",
+        "task=": "must be out of .*listops",
+    }.items():
+        with pytest.raises(UserError, match=allowed) as error:
+            names("scale=mini", only=(word,))
+        assert str(error.value).startswith("--only ")
     with pytest.raises(UserError, match="--only task=text"):
         names("task=text")
 
