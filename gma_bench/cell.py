@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -11,10 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gma_bench import provenance
-from gma_bench.config import compose, config_hash, group_hash, import_target, resolved, run_id
+from gma_bench.config import (
+    compose,
+    config_hash,
+    group_hash,
+    import_target,
+    is_trained,
+    resolved,
+    run_id,
+)
 from gma_bench.errors import UserError
 from gma_bench.results import (
     SCHEMA,
@@ -27,6 +36,13 @@ from gma_bench.results import (
 from gma_bench.store import locked, require_disk
 
 Record = dict[str, Any]
+
+OUT_OF_MEMORY = "out of memory"
+SIZES = (
+    "model.d_model", "model.num_layers", "mixer.num_components", "task.max_length",
+    "training.batch_size",
+)  # fmt: skip
+"""What a training step's memory grows with."""
 
 
 def finished_record(path: Path) -> Record | None:
@@ -120,7 +136,7 @@ def _run(
         status = "diverged" if type(problem).__name__ == "Diverged" else "failed"
         error = {
             "type": type(problem).__name__,
-            "message": str(problem),
+            "message": _too_large(config, problem) or str(problem),
             "step": getattr(problem, "step", None),
             "traceback": None if isinstance(problem, UserError) else traceback.format_exc(),
         }
@@ -132,6 +148,28 @@ def _run(
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "error": error,
     }
+
+
+def tells_itself(error: Record) -> bool:
+    """Whether the message of an error is enough, and its traceback would but bury it."""
+    return error["traceback"] is None or error["message"].startswith(OUT_OF_MEMORY)
+
+
+def _too_large(config: DictConfig, problem: Exception) -> str | None:
+    """What did not fit into memory, and the settings that make it smaller; None for other errors."""
+    from gma_bench.profiling.memory import is_out_of_memory
+
+    if not is_out_of_memory(problem):
+        return None
+    asked = re.search(r"allocate ([\d.]+) ?(\w+)", str(problem))
+    what = f"{asked[1]} {asked[2]}" if asked else "the next allocation"
+    if asked and asked[2] == "bytes":
+        what = f"{int(asked[1]) / 2**30:,.2f} GiB"
+    sizes = [f"{k}={v}" for k in SIZES if (v := OmegaConf.select(config, k)) is not None]
+    mend = f"Make one of these smaller: {', '.join(sizes)}"
+    if is_trained(config):
+        mend += f"; or training.accumulate={config.training.accumulate} larger"
+    return f"{OUT_OF_MEMORY}: {what} more did not fit. {mend}"
 
 
 def _before(config: DictConfig, plain: Record, name: str, overrides: Sequence[str]) -> Record:

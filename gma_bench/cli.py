@@ -124,12 +124,12 @@ def run(options: argparse.Namespace) -> int:
 
         print(OmegaConf.to_yaml(config, resolve=True), end="")
         return 0
-    from gma_bench.cell import is_main_process, report_cell, run_cell
+    from gma_bench.cell import is_main_process, report_cell, run_cell, tells_itself
 
     record = run_cell(options.overrides, keep_failure=False)
     if is_main_process():
         report_cell(record)
-    if record["status"] == "failed" and record["error"]["traceback"]:
+    if record["status"] == "failed" and not tells_itself(record["error"]):
         print(record["error"]["traceback"], file=sys.stderr)
     return 0 if record["status"] == "finished" else 1
 
@@ -149,6 +149,12 @@ def report(options: argparse.Namespace) -> int:
     from gma_bench.report import report as write_report
 
     config = compose(options.overrides)
+    for word in options.overrides:
+        if word.partition("=")[0] not in ("scale", "results_dir"):
+            raise UserError(
+                f"{word}: a report takes scale=… and results_dir=… only, and shows every record "
+                f"there. Try: gma-bench report scale={config.scale.name}"
+            )
     write_report(
         Path(config.results_dir), config.scale.name, against=options.against, console=Console()
     )

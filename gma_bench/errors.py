@@ -8,6 +8,10 @@ class UserError(Exception):
     """
 
 
+class DataError(UserError):
+    """A data file that does not hold what it should; names the file and the place in it."""
+
+
 class SettingError(UserError, ValueError):
     """A setting with a value that is not allowed.
 

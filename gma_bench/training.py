@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gma_bench.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
-from gma_bench.errors import SettingError, UserError
+from gma_bench.errors import DataError, SettingError, UserError
 from gma_bench.loading import EvaluationBatches
 from gma_bench.mixer import state_bytes
 from gma_bench.model import SequenceModel, build_model, count_parameters
@@ -56,6 +56,18 @@ class Stopped(BaseException):
 
 def build_task(config: DictConfig) -> Task:
     """The task of a cell, its data prepared and set up."""
+    try:
+        return _build_task(config)
+    except DataError as error:
+        if not (folder := config.task.get("data_dir")):
+            raise
+        raise SettingError(
+            "task.data_dir", folder, str(error),
+            "task.data_dir=<folder of sound files>, or task.source=embedded task.data_dir=null",
+        ) from error  # fmt: skip
+
+
+def _build_task(config: DictConfig) -> Task:
     training = config.training
     world_size = max(1, config.trainer.devices) if isinstance(config.trainer.devices, int) else 1
     if training.batch_size % (world_size * training.accumulate):

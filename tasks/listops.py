@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
-from gma_bench.errors import SettingError, UserError
+from gma_bench.errors import DataError, SettingError, UserError
 from gma_bench.store import locked, sha256_file, write_atomic
 from gma_bench.task import Batch, Task
 from tasks.accuracy import Accuracy
@@ -257,7 +257,7 @@ def read_tsv(path: Path | str) -> Expressions:
     """Read a file as the Arena's generator writes it: a header, then expression, tab, value.
 
     Raises:
-        UserError: the file is missing or empty, a row is malformed, or its target is not what its
+        DataError: the file is missing or empty, a row is malformed, or its target is not what its
             expression evaluates to; names the file and the line.
     """
     path = Path(path)
@@ -267,21 +267,21 @@ def read_tsv(path: Path | str) -> Expressions:
         with path.open(encoding="utf-8", newline="") as file:
             header = next(file, "").rstrip("\r\n")
             if header != "Source\tTarget":
-                raise UserError(f"{path}, line 1: {header[:60]!r} is not 'Source\\tTarget'")
+                raise DataError(f"{path}, line 1: {header[:60]!r} is not 'Source\\tTarget'")
             for number, line in enumerate(file, start=2):
                 try:
                     tokens, value, depth = _read_row(line)
                 except ValueError as error:
-                    raise UserError(f"{path}, line {number}: {error}") from None
+                    raise DataError(f"{path}, line {number}: {error}") from None
                 rows.append(tokens)
                 targets.append(value)
                 depths.append(depth)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from error
+        raise DataError(f"{path}: not UTF-8 text ({error.reason})") from error
     if not rows:
-        raise UserError(f"{path}: no rows after the header")
+        raise DataError(f"{path}: no rows after the header")
     return Expressions(
         np.frombuffer(b"".join(rows), np.uint8),
         np.cumsum([0, *map(len, rows)], dtype=np.int64),
@@ -310,7 +310,7 @@ def _read_distinct(paths: dict[str, Path]) -> dict[str, Expressions]:
             place = f"{path}, line {i + 2}"
             first = seen.setdefault(data[split].row(i).tobytes(), place)
             if first != place:
-                raise UserError(f"{place}: the same expression stands in {first}")
+                raise DataError(f"{place}: the same expression stands in {first}")
     return data
 
 
@@ -318,7 +318,7 @@ def _sha256(path: Path) -> str:
     try:
         return sha256_file(path)
     except OSError as error:
-        raise UserError(
+        raise DataError(
             f"cannot read {path}: {error.strerror}. task.data_dir must hold "
             "basic_train.tsv, basic_val.tsv and basic_test.tsv"
         ) from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from gma_bench.errors import SettingError, UserError
+from gma_bench.errors import DataError, SettingError, UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -80,20 +80,20 @@ def local_source(data_dir: str | Path, config: str, cache_dir: Path) -> Source:
         cache_dir: where ``datasets`` keeps its Arrow copies.
 
     Raises:
-        UserError: the folder is missing, or holds no such file.
+        DataError: the folder is missing, or holds no such file.
     """
     root = Path(data_dir).expanduser().resolve()
     if not root.is_dir():
-        raise UserError(f"task.data_dir={data_dir} is not a folder")
+        raise DataError(f"task.data_dir={data_dir} is not a folder")
     for folder in (root, root / config, root / "data"):
         files = _parquet_files(folder)
         if files:
             break
     else:
         there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
-        raise UserError(
+        raise DataError(
             f"task.data_dir={data_dir} holds no train-*.parquet, neither itself nor in {config}/ "
-            f"or data/; it holds {there}. Lay it out as the hub does, or set task.source=embedded"
+            f"or data/; it holds {there}. Lay it out as the hub does"
         )
     stamps = [
         f"{split} {path} {path.stat().st_size} {path.stat().st_mtime_ns}"
@@ -126,18 +126,18 @@ def _read_parquet(path: Path, cache_dir: Path) -> Dataset:
     datasets = _quiet_datasets()
     try:
         if not pq.read_metadata(path).num_rows:  # which the reader of ``datasets`` trips over
-            raise UserError(f"{path} has no rows")
+            raise DataError(f"{path} has no rows")
         return datasets.load_dataset(
             "parquet",
             data_files={"train": [_literal(path)]},
             split="train",
             cache_dir=str(cache_dir / "datasets"),
         )
-    except UserError:
+    except DataError:
         raise
     except Exception as error:  # whatever its Arrow reader raises for this file
         reason = str(error.__cause__ or error).strip().split("\n")[0]
-        raise UserError(f"{path} cannot be read as parquet: {reason}") from error
+        raise DataError(f"{path} cannot be read as parquet: {reason}") from error
 
 
 def _quiet_datasets() -> ModuleType:
@@ -213,7 +213,7 @@ def read_rows(shard: Shard, columns: tuple[str, ...]) -> Iterator[tuple[int, lis
     data = shard.load()
     for column in columns:
         if column not in data.column_names:
-            raise UserError(
+            raise DataError(
                 f"{shard.name} has no column {column!r}; it has {', '.join(data.column_names)}"
             )
     number = 0
@@ -221,15 +221,15 @@ def read_rows(shard: Shard, columns: tuple[str, ...]) -> Iterator[tuple[int, lis
         try:
             texts = table[columns[0]].cast(pa.large_binary()).to_pylist()
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise UserError(f"{shard.name}: column {columns[0]!r} is not text ({error})") from error
+            raise DataError(f"{shard.name}: column {columns[0]!r} is not text ({error})") from error
         others = [table[column].to_pylist() for column in columns[1:]]
         for text, *rest in zip(texts, *others, strict=True):
             if text is None:
-                raise UserError(f"{shard.name}, row {number}: no {columns[0]}")
+                raise DataError(f"{shard.name}, row {number}: no {columns[0]}")
             try:
                 text.decode()
             except UnicodeDecodeError as error:
-                raise UserError(
+                raise DataError(
                     f"{shard.name}, row {number}: {columns[0]} is not UTF-8 "
                     f"({error.reason} at byte {error.start})"
                 ) from error

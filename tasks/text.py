@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
-from gma_bench.errors import SettingError, UserError
+from gma_bench.errors import DataError, SettingError
 from gma_bench.task import Batch, Task
 from tasks.accuracy import Accuracy
 from tasks.arrays import Entry, Writer, code_digest, entry
@@ -272,7 +272,7 @@ def read_classified(
     shards = source.open()
     for split in ("train", "test"):
         if split not in shards:
-            raise UserError(
+            raise DataError(
                 f"{source.name} has no {split} split; it has {', '.join(sorted(shards)) or 'none'}"
             )
     names = _class_names(shards["train"][0])
@@ -281,13 +281,13 @@ def read_classified(
     classes = names or [str(label) for label in range(int(train_labels.max()) + 1)]
     present = np.bincount(train_labels, minlength=len(classes)) > 0
     if present.sum() < 2:
-        raise UserError(
+        raise DataError(
             f"{source.name}, train: every row has the label {classes[int(train_labels[0])]}; "
             "classification needs two classes"
         )
     for split, (_, labels) in documents.items():
         for row in np.flatnonzero(labels >= len(classes)):
-            raise UserError(f"{source.name}, {split}, row {row}: train has no label {labels[row]}")
+            raise DataError(f"{source.name}, {split}, row {row}: train has no label {labels[row]}")
     notes = {"classes": classes, "validation": "as published"}
     if "val" not in documents:
         documents |= _hold_out(documents["train"], validation_share, seed)
@@ -305,13 +305,13 @@ def _read_split(shards: list[Shard], names: list[str] | None) -> Documents:
     for shard in shards:
         for row, (text, label) in read_rows(shard, ("text", "label")):
             if not text.strip():
-                raise UserError(f"{shard.name}, row {row}: the text is empty")
+                raise DataError(f"{shard.name}, row {row}: the text is empty")
             if not isinstance(label, int) or not 0 <= label < (len(names) if names else 256):
-                raise UserError(f"{shard.name}, row {row}: label {label!r} is not a class")
+                raise DataError(f"{shard.name}, row {row}: label {label!r} is not a class")
             texts.append(text)
             labels.append(label)
     if not texts:
-        raise UserError(f"{shards[0].name} has no rows")
+        raise DataError(f"{shards[0].name} has no rows")
     return texts, np.asarray(labels, np.int64)
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
-from gma_bench.errors import SettingError, UserError
+from gma_bench.errors import DataError, SettingError
 from gma_bench.task import Batch, Task
 from tasks import tokenizers
 from tasks.arrays import Entry, MappedArray, Writer, code_digest, entry
@@ -374,7 +374,7 @@ class SourceText:
         self.shards = self.source.open()
         if "train" not in self.shards:
             there = ", ".join(sorted(self.shards)) or "none"
-            raise UserError(f"{self.source.name} has no train split; it has {there}")
+            raise DataError(f"{self.source.name} has no train split; it has {there}")
         missing = [split for split in ("val", "test") if split not in self.shards]
         self.places = {
             split: (self.seed - 1 - 10 * i) % HELD_OUT_EVERY for i, split in enumerate(missing)
@@ -452,7 +452,7 @@ def write_split(writer: Writer, split: str, documents: Iterable[str], tokenizer:
         if unknown is not None:
             unknowns += int((flat == unknown).sum())
     if not total:
-        raise UserError(
+        raise DataError(
             f"the {split} split has no text (a split that the source lacks is every "
             f"{HELD_OUT_EVERY}th document of train)"
         )

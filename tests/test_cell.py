@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gma_bench.cell import run_cell
+from gma_bench.cli import main
 from gma_bench.errors import UserError
 from gma_bench.results import load, read_all
 
@@ -97,7 +98,33 @@ def test_load_gives_a_row_a_run(tiny: list[str], tmp_path: Path) -> None:
 def test_a_users_mistake_writes_nothing(tiny: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError):
         run_cell([*tiny, "mixer._target_=no_such.Mixer"], keep_failure=False)
-    assert not list((tmp_path / "results").rglob("*.json"))
+    assert not [path for path in (tmp_path / "results").rglob("*") if path.is_file()]
+
+
+def test_a_bad_data_file_is_one_line_with_the_override_that_mends_it(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "val", "test"):
+        (folder / f"basic_{split}.tsv").write_text("Source\tTarget\n[MAX 1 2 ]\t1\n")
+    assert main(["run", *tiny, f"task.data_dir={folder}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"gma-bench: task.data_dir={folder}: {folder}/basic_train.tsv, line 2")
+    assert line.endswith("or task.source=embedded task.data_dir=null")
+
+
+def test_a_model_too_large_for_memory_is_one_line_with_what_makes_it_smaller(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *tiny, "model.d_model=10000000"]) == 1
+    said = capsys.readouterr()
+    assert "Traceback" not in said.out + said.err
+    (line,) = [line for line in said.out.splitlines() if "out of memory" in line]
+    assert "GiB more did not fit" in line
+    assert "smaller: model.d_model=10000000, model.num_layers=1" in line
+    (record,) = (tmp_path / "results").rglob("*.json")
+    assert "Traceback" in json.loads(record.read_text())["error"]["traceback"]
 
 
 def test_a_failure_in_a_sweep_is_a_record(tiny: list[str], tmp_path: Path) -> None:
