@@ -15,6 +15,8 @@ from gma_bench.report.tables import MIB, Results, over_seeds
 MOST_LENGTHS = 6
 TRAINING_PASS = ["forward_backward"]
 REFERENCE_MIXER = "sdpa"
+NOISY = 0.05
+"""Interquartile range over median above which a time is marked."""
 
 
 def memory(results: Results) -> list[Table]:
@@ -131,7 +133,7 @@ def _at(
     values = [float(r[quantity]) * factor for r in here if is_number(r.get(quantity))]
     ids = tuple(r["run_id"] for r in group.finished)
     if values:
-        return Cell(mean(values), std(values), len(values), records=ids)
+        return Cell(mean(values), std(values), len(values), notes=_noise(here), records=ids)
     fixed = {k: v for k, v in where.items() if not isinstance(v, list)}
     lost = [
         r for r in every
@@ -142,6 +144,16 @@ def _at(
         return Cell()
     reason = str(lost[0].get("reason") or "")
     return Cell(text=str(lost[0]["status"]), notes=(reason,) if reason else (), records=ids)
+
+
+def _noise(rows: Rows) -> tuple[str, ...]:
+    """A note where a time scattered up to the time cap, as on a machine with other work."""
+    spreads = [r["iqr_ms"] / r["median_ms"] for r in rows if is_number(r.get("iqr_ms"))]
+    if not any(spread > NOISY for spread in spreads):
+        return ()
+    return (
+        f"Noisy: interquartile range above {NOISY:.0%} of the median when the time cap was reached.",
+    )
 
 
 def _exponent(rows: Rows) -> Cell:
@@ -158,7 +170,7 @@ def _ratio(rows: Rows) -> Cell:
         return Cell()
     found = mean_interval(logs).mapped(math.exp)
     ends = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return Cell(found.estimate, suffix=ends)
+    return Cell(found.estimate, suffix=ends, notes=_noise(rows))
 
 
 def _caption(results: Results, task: str, row: dict[str, Any]) -> str:

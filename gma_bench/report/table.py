@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from gma_bench.report.stats import mean_interval
+
 if TYPE_CHECKING:
     from rich.console import Group
 
@@ -26,7 +28,8 @@ class Column:
         key: its name in CSV, unit included (``tokens_per_s``).
         head: its name for readers.
         unit: shown in parentheses; empty for pure numbers.
-        better: which end is best and set in bold; None where neither is.
+        better: which end is best and set in bold, with what noise may part from it; None where
+            neither is.
         digits: decimals shown.
         thousands: whether to group thousands.
     """
@@ -63,6 +66,7 @@ class Cell:
         digits: decimals, where they differ from the column's.
         notes: what a reader must know (a failed seed); each gets a mark.
         records: run ids behind the figure.
+        sample: seed to value, where the figure is a mean over seeds.
     """
 
     value: float | None = None
@@ -73,6 +77,7 @@ class Cell:
     digits: int | None = None
     notes: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
+    sample: dict[int, float] = field(default_factory=dict)
     best: bool = False
 
     def shown(self, column: Column, seeds: int) -> str:
@@ -137,7 +142,19 @@ class Table:
         plain = {0: "", 1: "One seed, so no standard deviation"}.get(self.seeds, several)
         odd = any(cell.n not in (0, self.seeds) for row in self.rows for cell in row.cells)
         exception = "; (n) where it is n seeds" if odd else ""
-        return f"{self.caption} {plain}{exception}." if plain else self.caption
+        text = f"{self.caption} {plain}{exception}." if plain else self.caption
+        return f"{text} {self._bold()}".rstrip()
+
+    def _bold(self) -> str:
+        """What bold stands for, where anything is."""
+        if not any(cell.best for row in self.rows for cell in row.cells):
+            return ""
+        if any(len(cell.sample) > 1 for row in self.rows for cell in row.cells if cell.best):
+            return (
+                "Bold: the best, and what its seeds do not tell from the best "
+                "(the 95 % interval of paired differences holds 0)."
+            )
+        return "Bold: the best, by this one seed." if self.seeds == 1 else "Bold: the best."
 
     def shown(self, row: Row) -> list[str]:
         """The texts of a row's cells, marks left out."""
@@ -169,13 +186,23 @@ def mark(index: int) -> str:
 
 
 def _mark_best(column: Column, cells: Sequence[Cell]) -> None:
-    values = [cell.value for cell in cells if cell.value is not None]
-    if column.better is None or len(values) < 2:
+    found = [(cell.value, cell) for cell in cells if cell.value is not None]
+    if column.better is None or len(found) < 2:
         return
-    best = column.number(max(values) if column.better == "max" else min(values))
-    for cell in cells:
+    value, best = (max if column.better == "max" else min)(found, key=lambda pair: pair[0])
+    for own, cell in found:
         # What reads the same is the same: ties on the shown digits are all bold.
-        cell.best = cell.value is not None and column.number(cell.value) == best
+        same = column.number(own) == column.number(value)
+        cell.best = same or not _told_apart(cell.sample, best.sample)
+
+
+def _told_apart(one: dict[int, float], other: dict[int, float]) -> bool:
+    """Whether seeds that both ran differ by more than chance; a single one is taken at its word."""
+    differences = [one[seed] - other[seed] for seed in one.keys() & other.keys()]
+    if len(differences) < 2:
+        return True
+    interval = mean_interval(differences)
+    return interval.low is None or interval.high is None or not interval.low <= 0 <= interval.high
 
 
 def markdown(table: Table) -> str:

@@ -209,7 +209,9 @@ def over_seeds(found: Group, values: dict[int, float], expected: set[int] | None
         words = sorted({r["status"] for r in found.records if r["status"] != "finished"})
         return Cell(text=" / ".join(words), notes=tuple(notes))
     sample = list(values.values())
-    return Cell(mean(sample), std(sample), len(sample), notes=tuple(notes), records=ids)
+    return Cell(
+        mean(sample), std(sample), len(sample), notes=tuple(notes), records=ids, sample=values
+    )
 
 
 def _reason(record: Record) -> str:
@@ -322,7 +324,7 @@ def _average_cell(groups: list[Group | None]) -> Cell:
         r["run_id"] for g in groups if g for r in g.finished if r["seed"] in values
     )  # fmt: skip
     sample = list(values.values())
-    return Cell(mean(sample), std(sample), len(sample), records=ids)
+    return Cell(mean(sample), std(sample), len(sample), records=ids, sample=values)
 
 
 def _cost_cell(found: Group | None, key: str, divide: float = 1.0) -> Cell:
@@ -338,7 +340,7 @@ def _cost_cell(found: Group | None, key: str, divide: float = 1.0) -> Cell:
         return Cell(sample[0], records=ids)
     machines = {_machine(r) for r in found.finished if r["seed"] in values}
     notes = (f"mean over {len(machines)} machines",) if len(machines) > 1 else ()
-    return Cell(mean(sample), std(sample), len(sample), notes=notes, records=ids)
+    return Cell(mean(sample), std(sample), len(sample), notes=notes, records=ids, sample=values)
 
 
 def _machine(record: Record) -> tuple[str, str]:

@@ -56,6 +56,22 @@ def test_backends_are_separate_lines(make_profiling):
     assert slow.cells[-1].value == pytest.approx(40 * fast.cells[-1].value)
 
 
+def test_times_of_a_busy_machine_are_marked(make_profiling):
+    records = [r for r in make_profiling() if r["task"] == "throughput"]
+    quiet = table(records, "throughput")
+    assert not quiet.notes
+    for record in records:
+        for line in record["rows"]:
+            if record["mixer"] == "gma" and line["seq_len"] == 256:
+                line |= {"median_ms": 10.0, "iqr_ms": 0.6, "converged": False}
+    found = table(records, "throughput")
+    ((_, words),) = found.notes
+    assert "interquartile range above 5% of the median" in words
+    assert row(found, "GMA").cells[0].notes == row(found, "GMA").cells[-1].notes == (words,)
+    assert not row(found, "GMA").cells[1].notes
+    assert not row(found, "SDPA").cells[0].notes
+
+
 def test_interpretability_stands_beside_the_paper(make_profiling):
     found = table(make_profiling(), "interpretability")
     assert row(found, "usage entropy / log K").cells[-1].value == 0.933

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gma_bench.cli import main
 from gma_bench.errors import UserError
 from gma_bench.report import report
 from gma_bench.report.groups import group
@@ -114,6 +116,42 @@ def test_best_is_bold_and_the_paper_stands_beside(make_grid):
     assert row(found, "GMA").cells[3].value == 41.72
     assert row(found, "most frequent label").cells[0].value == pytest.approx(19.0)
     assert not row(found, "most frequent label").cells[0].best
+
+
+def test_what_seeds_do_not_tell_from_the_best_is_bold_too(synthetic):
+    """Means of 40.2 and 40.1 whose seeds are now above, now below each other, and one far off."""
+    values = {
+        "gma": (0.39, 0.40, 0.413), "sdpa": (0.40, 0.393, 0.412), "mamba": (0.30, 0.31, 0.32),
+    }  # fmt: skip
+    records = [
+        synthetic("listops", mixer, seed, value=value)
+        for mixer, of_seeds in values.items() for seed, value in enumerate(of_seeds)
+    ]  # fmt: skip
+    found = table(records, "summary")
+    assert [row(found, name).cells[0].best for name in ("GMA", "SDPA", "Mamba")] == [1, 1, 0]
+    assert "Bold: the best, and what its seeds do not tell from the best" in found.full_caption
+    for form in (markdown(found), latex(found)):
+        assert "Bold: the best" in form
+        assert len(re.findall(r"\*\*4|textbf\{4", form)) == 2
+    # A difference that every seed shows is one, however little it is beside their scatter.
+    for record in records:
+        if record["mixer"] == "sdpa":
+            record["value"] = values["gma"][record["seed"]] - 0.005
+    assert not row(table(records, "summary"), "SDPA").cells[0].best
+
+
+def test_one_seed_is_bold_at_its_word(synthetic):
+    records = [synthetic("listops", m, value=v) for m, v in {"gma": 0.40, "sdpa": 0.39}.items()]
+    found = table(records, "summary")
+    assert [row(found, name).cells[0].best for name in ("GMA", "SDPA")] == [True, False]
+    assert "Bold: the best, by this one seed." in found.full_caption
+
+
+def test_a_report_refuses_what_it_would_ignore(capsys):
+    assert main(["report", "scale=mini", "task=text"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gma-bench: task=text: a report takes scale=… and results_dir=… only")
+    assert "Try: gma-bench report scale=mini" in said
 
 
 def test_a_mixer_and_a_task_unknown_to_the_paper_appear(make_grid, synthetic):
