@@ -234,10 +234,10 @@ def profile(config: DictConfig) -> Outcome:
     ``dtype``, ``causal``, ``batch_size``, ``seq_len``, ``num_components``, ``status``,
     ``peak_bytes``, ``saved_bytes``, ``parameter_bytes``, ``standing_bytes``, ``operators``, ``seconds``,
     ``simulated_bytes`` (of a measured row), ``reached``, ``reason``. Status is ``ok``; ``OOM`` where
-    the memory does not suffice; ``time`` where the call would take longer than
-    ``task.cell_seconds``, or a simulation run more than ``task.simulation_operators`` operators;
-    ``unavailable`` where it cannot be simulated. ``reached`` is then the
-    largest length (or K) that was done.
+    the memory does not suffice; ``time`` where the call would take longer than is left of
+    ``task.cell_seconds``, which all measured calls share, or where a simulation would run more than
+    ``task.simulation_operators`` operators; ``unavailable`` where it cannot be simulated.
+    ``reached`` is then the largest length (or K) that was done.
     """
     task = config.task
     device = resolve_device(task.device)
@@ -248,7 +248,11 @@ def profile(config: DictConfig) -> Outcome:
     ]  # fmt: skip
     with num_threads(config.trainer.num_threads), _frozen_garbage():
         torch.manual_seed(config.seed)
-        rows = [row for one in series for row in one.rows()]
+        for one in series:
+            one.simulate()
+        if task.measured and not (device.type == "cuda" and not torch.cuda.is_available()):
+            _measure(series, task.cell_seconds)
+    rows = [row for one in series for row in one.rows]
     growths = [g for one in series if (g := one.growth(rows)) is not None]
     metrics: dict[str, dict[str, float]] = {}
     for one, growth in growths:
@@ -274,8 +278,20 @@ def profile(config: DictConfig) -> Outcome:
     )
 
 
+def _measure(series: list[_Series], seconds: float) -> None:
+    """Measure the cheapest call of all curves, again and again, while they fit into ``seconds``."""
+    while waiting := [one for one in series if one.unmeasured]:
+        cheapest = min(waiting, key=lambda one: one.expected_seconds() or 0.0)
+        seconds -= cheapest.measure_next(seconds)
+
+
 class _Series:
-    """One curve: a scope and a pass over lengths (or numbers of components), by both methods."""
+    """One curve: a scope and a pass over lengths (or numbers of components), by both methods.
+
+    Attributes:
+        rows: simulated rows, then measured ones, each in order of length or K.
+        unmeasured: lengths (or K) still to be measured, in order.
+    """
 
     def __init__(
         self, config: DictConfig, device: torch.device, scope: str, pass_: str, sweep: str
@@ -290,6 +306,14 @@ class _Series:
         self.causal = form_of(config.mixer, config.task.causal)
         task = config.task
         self.points = sorted(task.lengths if sweep == "length" else task.components)
+        self.rows: list[dict[str, Any]] = []
+        self.unmeasured = [
+            point for point in self.points
+            if sweep == "components" or point <= task.measured_max_length
+        ]  # fmt: skip
+        self._simulated: dict[int, Footprint] = {}
+        self._done: list[tuple[int, float]] = []  # point and seconds of every measured call
+        self._failed = ""
 
     def columns(self) -> dict[str, Any]:
         """What all rows of the series share."""
@@ -308,66 +332,58 @@ class _Series:
                 return self, found
         return None
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Simulated rows, then measured ones, each in order of length or K."""
-        simulated: dict[int, Footprint] = {}
-        for row, found in self._simulated():
-            if found is not None:
-                simulated[row["seq_len" if self.sweep == "length" else "num_components"]] = found
-            yield row
-        if self.config.task.measured:
-            yield from self._measured(simulated)
-
-    def _simulated(self) -> Iterator[tuple[dict[str, Any], Footprint | None]]:
+    def simulate(self) -> None:
+        """Simulate every point, but for those that would run too many operators."""
         done: list[tuple[int, float]] = []
         for point in self.points:
             # Most mixers run the same operators at any length, some a loop over chunks.
             operators = extrapolate(done, point, least_exponent=0.0)
             if operators is not None and operators > self.config.task.simulation_operators:
                 reason = f"would run {operators:,.0f} operators"
-                yield self._row(point, "simulated", "time", reason=reason, done=done), None
+                self._add(point, "simulated", "time", reason=reason, done=done)
                 continue
             try:
                 found = simulate(self._builder(point))
             except self._not_simulable() as error:
                 reason = f"cannot be simulated here: {str(error).splitlines()[0]}"
-                yield self._row(point, "simulated", "unavailable", reason=reason, done=done), None
+                self._add(point, "simulated", "unavailable", reason=reason, done=done)
                 continue
             done.append((point, found.operators))
-            yield self._row(point, "simulated", "ok", found), found
+            self._simulated[point] = found
+            self._add(point, "simulated", "ok", found)
 
     def _not_simulable(self) -> tuple[type[Exception], ...]:
         # Autograd asks the driver about fake CUDA tensors and raises a bare RuntimeError without one.
         bare = self.device.type == "cuda" and not torch.cuda.is_available()
         return (*NOT_SIMULABLE, RuntimeError) if bare else NOT_SIMULABLE
 
-    def _measured(self, simulated: dict[int, Footprint]) -> Iterator[dict[str, Any]]:
-        task, failed = self.config.task, ""
-        done: list[tuple[int, float]] = []
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            return
-        for point in self.points:
-            if self.sweep == "length" and point > task.measured_max_length:
-                return
-            expected = simulated.get(point)
-            seconds = extrapolate(done, point)
-            failed = failed or self._too_large(expected)
-            if failed:
-                yield self._row(point, "measured", "OOM", reason=failed, done=done)
-            elif seconds is not None and seconds > task.cell_seconds:
-                yield self._row(
-                    point, "measured", "time", reason=f"would take {seconds:.0f} s", done=done
-                )
-            else:
-                try:
-                    found = measure(self._builder(point), self.device)
-                except OutOfMemory as error:
-                    failed = str(error)
-                    yield self._row(point, "measured", "OOM", reason=failed, done=done)
-                    continue
-                done.append((point, found.seconds))
-                row = self._row(point, "measured", "ok", found)
-                yield row | {"simulated_bytes": None if expected is None else expected.peak_bytes}
+    def expected_seconds(self) -> float | None:
+        """What the next measured call should take; None while there is nothing to tell it from."""
+        return extrapolate(self._done, self.unmeasured[0])
+
+    def measure_next(self, seconds_left: float) -> float:
+        """Measure the next point, or note why not; returns the seconds that the measured call took."""
+        expected, point = self.expected_seconds(), self.unmeasured.pop(0)
+        simulated = self._simulated.get(point)
+        self._failed = self._failed or self._too_large(simulated)
+        if self._failed:
+            self._add(point, "measured", "OOM", reason=self._failed, done=self._done)
+            return 0.0
+        if expected is not None and expected > seconds_left:
+            left = max(0.0, seconds_left)
+            reason = f"would take {expected:.0f} s, of {left:.0f} s left to the cell"
+            self._add(point, "measured", "time", reason=reason, done=self._done)
+            return 0.0
+        try:
+            found = measure(self._builder(point), self.device)
+        except OutOfMemory as error:
+            self._failed = str(error)
+            self._add(point, "measured", "OOM", reason=self._failed, done=self._done)
+            return 0.0
+        self._done.append((point, found.seconds))
+        self._add(point, "measured", "ok", found)
+        self.rows[-1]["simulated_bytes"] = simulated and simulated.peak_bytes
+        return found.seconds
 
     def _too_large(self, expected: Footprint | None) -> str:
         if expected is None:
@@ -392,12 +408,12 @@ class _Series:
             return point, self.config.mixer.get("num_components")
         return self.config.task.components_length, point
 
-    def _row(
+    def _add(
         self, point: int, method: str, status: str, found: Footprint | None = None, *,
         reason: str = "", done: list[tuple[int, float]] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> None:  # fmt: skip
         length, components = self._sizes(point)
-        return {
+        self.rows.append({
             **self.columns(), "method": method, "seq_len": length, "num_components": components,
             "status": status,
             "peak_bytes": found and found.peak_bytes,
@@ -409,4 +425,4 @@ class _Series:
             "simulated_bytes": None,
             "reached": None if found else (done[-1][0] if done else 0),
             "reason": reason or None,
-        }  # fmt: skip
+        })  # fmt: skip

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -237,6 +238,29 @@ def test_cells_that_would_take_too_long_are_marked_not_run() -> None:
     measured = [r for r in rows if r["method"] == "measured"]
     assert [r["status"] for r in measured] == ["ok", "ok", "time", "time"]
     assert measured[-1]["reached"] == 128
+
+
+def test_all_measured_calls_share_the_seconds_of_the_cell_and_the_cheapest_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[tuple[int, bool]] = []
+
+    def measure(build: Callable[[], Subject], device: torch.device) -> memory.Footprint:
+        subject = build()
+        length, backward = subject.inputs[0].shape[1], subject.gradient is not None
+        order.append((length, backward))
+        return memory.Footprint(1, 1, 1, 1, 1, seconds=length / 64 * (3 if backward else 1))
+
+    monkeypatch.setattr(memory, "measure", measure)
+    # Forward 1 + 2 + 4 + 8 s, backward three times as much: 15 + 3 + 6 + 12 fit into 40 s.
+    rows = rows_of(
+        "sdpa", "task.lengths=[64,128,256,512]", "task.scopes=[layer]", "task.cell_seconds=40"
+    )
+    measured = [r for r in rows if r["method"] == "measured"]
+    assert [r["status"] for r in measured] == [*["ok"] * 7, "time"]
+    assert measured[-1]["reason"] == "would take 24 s, of 4 s left to the cell"
+    assert order == [(64, False), (128, False), (64, True), (128, True),
+                     (256, False), (512, False), (256, True)]  # fmt: skip
 
 
 def test_cuda_is_refused_by_a_build_without_it() -> None:
