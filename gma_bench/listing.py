@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -17,16 +18,19 @@ FAIR_SHARE = 0.05
 def show(overrides: Sequence[str], *, names_only: bool) -> int:
     """Print the choices, then parameters and FLOPs per token of every mixer on every trained task."""
     console = Console()
+    names = Table.grid(padding=(0, 1))
     for group in ("task", "mixer", "scale", "trainer", "logger", "experiment", "hydra/launcher"):
-        console.print(
-            f"[bold]{group}[/]: {', '.join(n for n in choices(group) if n != 'external')}"
-        )
+        names.add_row(f"[bold]{group}[/]", ", ".join(n for n in choices(group) if n != "external"))
+    console.print(names)
     if names_only:
         return 0
     with console.status("building every model without data …"):
         tables = [t for task in choices("task") if (t := _task_table(task, overrides))]
-    for table in tables:
+    for table, refusals in tables:
         console.print(table)
+        for mixer, reason in refusals.items():
+            console.print(f"{mixer}: {reason}", highlight=False)
+        console.print()
     console.print(
         f"Parameters of a model are matched to {REFERENCE}'s by the width of its MLPs "
         "(model.match_parameters). FLOPs: forward and backward at full length, "
@@ -35,7 +39,8 @@ def show(overrides: Sequence[str], *, names_only: bool) -> int:
     return 0
 
 
-def _task_table(task: str, overrides: Sequence[str]) -> Table | None:
+def _task_table(task: str, overrides: Sequence[str]) -> tuple[Table, dict[str, str]] | None:
+    """A line a mixer, and why the others cannot be built; None for a task that trains nothing."""
     first = compose([f"task={task}", *overrides])
     if not is_trained(first) or "_target_" not in first.task:
         return None
@@ -49,15 +54,18 @@ def _task_table(task: str, overrides: Sequence[str]) -> Table | None:
         try:
             costs[mixer] = step_cost(compose([f"task={task}", f"mixer={mixer}", *overrides]))
         except UserError as error:
-            refusals[mixer] = str(error).partition(". Try")[0]
-    table = Table(title=f"{task} at scale={first.scale.name}", title_justify="left")
-    table.add_column("mixer")
+            refusals[mixer] = str(error).partition(". Try")[0].partition(": ")[2]
+    table = Table(
+        title=f"{task} at scale={first.scale.name}", title_justify="left",
+        box=SIMPLE_HEAD, padding=(0, 0, 0, 1),
+    )  # fmt: skip
+    table.add_column("mixer", no_wrap=True)
     for column in (
         "parameters",
         f"of {REFERENCE}'s",
-        "MLP width",
+        "MLP",
         "mixer's own",
-        "FLOPs per token",
+        "MFLOPs/token",
     ):
         table.add_column(column, justify="right")
     base = costs[REFERENCE].parameters
@@ -66,8 +74,6 @@ def _task_table(task: str, overrides: Sequence[str]) -> Table | None:
         mark = "" if abs(share - 1) <= FAIR_SHARE else " ✗"
         table.add_row(
             mixer, f"{cost.parameters:,}", f"{share:.1%}{mark}", str(cost.mlp_hidden),
-            f"{cost.mixer_parameters:,}", f"{cost.flops_per_token:,.0f}",
+            f"{cost.mixer_parameters:,}", f"{cost.flops_per_token / 1e6:,.3f}",
         )  # fmt: skip
-    for mixer, reason in refusals.items():
-        table.add_row(mixer, "—", "", "", "", reason)
-    return table
+    return table, refusals

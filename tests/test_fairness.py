@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gma_bench import listing
 from gma_bench.config import choices, compose
 from gma_bench.cost import planned_shape, unprepared_task
 from gma_bench.errors import UserError
@@ -31,3 +32,22 @@ def test_parameters_are_within_five_percent_of_attention(task: str, scale: str) 
         assert abs(count / reference - 1) <= FAIR_SHARE, (mixer, count, reference)
         compared += 1
     assert compared >= 9
+
+
+def test_the_list_fits_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No name or figure cut short, and a mixer that has no such form says why below the table."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(listing, "choices", _fewer_choices)
+    assert listing.show(["scale=paper"], names_only=False) == 0
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= 80
+    assert "linear_transformer " in said
+    assert "linformer: has no causal form" in said
+
+
+def _fewer_choices(group: str) -> list[str]:
+    few = {"task": ["mqar"], "mixer": ["linear_transformer", "linformer", "sdpa"]}
+    return few.get(group) or choices(group)
