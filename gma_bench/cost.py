@@ -1,8 +1,9 @@
-"""What a training step costs, found without running it: parameters, operations, peak memory."""
+"""What a training step costs: parameters, operations, peak memory without running it; its time by running it."""
 
 from __future__ import annotations
 
 import inspect
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,29 @@ def step_cost(config: DictConfig, task: Task | None = None) -> StepCost:
         tokens=training.batch_size * task.max_length,
         peak_bytes=peak + ADAM_COPIES * 4 * parameters,
     )
+
+
+def step_seconds(config: DictConfig, most_steps: int = 8, cap_s: float = 5.0) -> float:
+    """The least time of a few training steps on this CPU, at full length and without data.
+
+    The least, as what else runs here now need not run later.
+    """
+    shape = planned_shape(task := unprepared_task(config))
+    model = _Loss(build_model(config, shape))
+    part = config.training.batch_size // config.training.accumulate
+    tokens = torch.zeros(part, task.max_length, dtype=torch.long)
+    mask = torch.ones(part, task.max_length, dtype=torch.bool)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.trainer.num_threads or threads)
+    times: list[float] = []
+    try:
+        while len(times) < most_steps and sum(times) < cap_s:
+            started = time.perf_counter()
+            model(tokens, mask).backward()
+            times.append(time.perf_counter() - started)
+    finally:
+        torch.set_num_threads(threads)
+    return min(times) * config.training.accumulate
 
 
 class _Loss(nn.Module):

@@ -234,11 +234,27 @@ class Estimate:
         """How long the cells should take, in words."""
         known = [s for s in map(self.seconds, cells) if s is not None]
         if not known:
-            budget = cells[0].config.scale.get("budget_minutes")
-            words = f"at most {budget} minutes on two cores" if budget else "not known yet"
-            return f"Time: {words} (no cell of this kind has run here; the estimate follows)."
+            return self.budget(cells[0].config)
         total = mean(known) * len(cells) / max(1, self.workers)
         return f"Time: about {max(1, round(total / 60))} min, from {len(known)} cells like these."
+
+    def budget(self, config: DictConfig) -> str:
+        """The scale's budget, scaled to this machine by a training step that is timed now."""
+        budget = config.scale.get("budget_minutes")
+        if not budget:
+            return "Time: not known yet; an estimate follows with the first cells."
+        if _default_launcher([f"trainer={config.trainer.accelerator}"]) == "basic":
+            return f"Time: at most {budget} min on two cores; not known for a GPU."
+        from gma_bench.cost import step_seconds
+
+        known = _file(".", "reproduce").calibration
+        here = step_seconds(compose([*known.cell, "trainer=cpu"]))
+        minutes = budget * here / known.step_s * 2 / max(1, self.workers)
+        return (
+            f"Time: at most about {max(1, round(minutes))} min, from a calibration: the scale's "
+            f"budget is {budget} min on two cores where a training step took {known.step_s:g} s; "
+            f"here it takes {here:.2g} s on each of {self.workers}."
+        )
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gma_bench import config as configuration
-from gma_bench import reproduce
+from gma_bench import cost, reproduce
+from gma_bench.config import compose
 from gma_bench.errors import UserError
 
 PAPER = ("gma", "sdpa", "linformer", "linear_transformer", "performer", "mamba")
@@ -64,6 +65,29 @@ def test_a_mixer_joins_by_its_file_alone(tmp_path: Path, monkeypatch: pytest.Mon
     for task in ("listops", "text", "wikitext103", "memory", "throughput"):
         assert found[task, "mine"] == 1, task
     assert found["interpretability", "mine"] == 0
+
+
+def test_time_before_any_record_is_the_budget_scaled_by_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["scale=smoke", f"results_dir={tmp_path}", "trainer=cpu"]
+    cells = reproduce.grid(overrides, ["task=text", "mixer=gma,sdpa"])
+    estimate = reproduce.Estimate(cells[0].config)
+    estimate.workers = 2
+    monkeypatch.setattr(cost, "step_seconds", lambda config: 0.8)
+    assert estimate.sentence(cells).startswith("Time: at most about 12 min, from a calibration")
+    estimate.workers = 8
+    assert "about 3 min" in estimate.sentence(cells)
+    estimate.records = [{"task": "text", "mixer": "gma", "duration_s": 600.0}]
+    assert estimate.sentence(cells) == "Time: about 2 min, from 2 cells like these."
+    cells[0].config.scale.budget_minutes = None
+    estimate.records = []
+    assert "not known yet" in estimate.sentence(cells)
+
+
+def test_a_training_step_is_timed_within_seconds() -> None:
+    config = compose(["task=mqar", "mixer=sdpa", "scale=smoke", "trainer=cpu"])
+    assert 0 < cost.step_seconds(config, most_steps=2) < 5
 
 
 def test_a_failed_cell_is_marked_and_named_and_the_rest_go_on(
