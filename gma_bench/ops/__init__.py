@@ -8,9 +8,9 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from gma_bench.ops import chunked, fused, reference  # noqa: F401 (chunked registers operators)
+from gma_bench.ops import chunked, fused, native, reference  # noqa: F401 (chunked registers operators)
 
-BACKENDS = ("auto", "reference", "chunked", "triton")
+BACKENDS = ("auto", "reference", "chunked", "native", "triton")
 
 LOGITS = "ieee"
 """Precision of the products behind the kernels' logits: full float32, no tf32."""
@@ -62,8 +62,9 @@ def gma(
         key_mask: ``(B, M)`` bool, True = a real token. Others contribute nothing; where none is
             real the output is zero.
         eps: added to the denominator, positive.
-        backend: ``auto`` takes the Triton kernels where they run (see :func:`choose_backend`) and
-            ``chunked`` elsewhere; ``reference`` is the specification, slow and large.
+        backend: ``auto`` takes the fastest that runs here (see :func:`choose_backend`): the Triton
+            kernels, the ``native`` CPU code, or ``chunked``, which is plain torch; ``reference`` is
+            the specification, slow and large.
 
     Returns:
         ``(B, H, N, d_v)`` in the dtype of ``v``.
@@ -82,12 +83,16 @@ def gma(
     if eps <= 0:
         raise ValueError(f"eps={eps} must be positive: a query may find nothing that was written")
     if backend == "auto":
-        backend = choose_backend(q, v, means)
+        backend = choose_backend(q, k, v, means, variances, log_priors)
     arguments = q, k, v, means, variances, log_priors
     if backend == "reference":
         return reference.gma(*arguments, causal=causal, key_mask=key_mask, eps=eps)
     if backend == "chunked":
         return torch.ops.gma_bench.gma(*arguments, key_mask, causal, eps)[0]
+    if backend == "native":
+        if reason := native.why_not(*arguments):
+            raise ValueError(f"backend='native': {reason}; backend='chunked' takes any input")
+        return torch.ops.gma_bench.gma_native(*arguments, key_mask, causal, eps)[0]
     if backend == "triton":
         if reason := fused.why_not(q, v, means):
             raise ValueError(f"backend='triton': {reason}; backend='chunked' takes any input")
@@ -97,10 +102,19 @@ def gma(
     raise ValueError(f"backend={backend!r} must be one of {', '.join(BACKENDS)}")
 
 
-def choose_backend(q: Tensor, v: Tensor, means: Tensor) -> str:
-    """What ``backend="auto"`` takes for these inputs: the kernels on a GPU that they fit."""
-    on_gpu = q.device.type == "cuda" and has_triton()
-    return "triton" if on_gpu and fused.why_not(q, v, means) is None else "chunked"
+def choose_backend(
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor, variances: Tensor, log_priors: Tensor
+) -> str:
+    """What ``backend="auto"`` takes for these inputs.
+
+    ``triton`` on a GPU, ``native`` on a CPU that has a C++ compiler, where they take the inputs; else
+    ``chunked``.
+    """
+    if q.device.type == "cuda" and has_triton() and fused.why_not(q, v, means) is None:
+        return "triton"
+    if native.why_not(q, k, v, means, variances, log_priors) is None:
+        return "native"
+    return "chunked"
 
 
 @functools.cache

@@ -165,7 +165,10 @@ def _(grad: Tensor, x: Tensor, means: Tensor, variances: Tensor, log_priors: Ten
     return torch.empty_like(x), *parameters  # type: ignore[return-value]
 
 
-def _gma_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def keep_for_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Setup of autograd: the inputs, and what forward returns besides its output."""
     *tensors, ctx.causal, ctx.eps = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
@@ -193,7 +196,7 @@ def refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-gma_op.register_autograd(_gma_grad, setup_context=_gma_setup)
+gma_op.register_autograd(_gma_grad, setup_context=keep_for_backward)
 responsibilities_op.register_autograd(_responsibilities_grad, setup_context=_responsibilities_setup)
 gma_backward_op.register_autograd(refuse_double_backward)
 responsibilities_backward_op.register_autograd(refuse_double_backward)

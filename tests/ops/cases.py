@@ -7,7 +7,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gma_bench.ops import gma
+from gma_bench.ops import blocks, gma
+
+FORMS = {
+    "one token": {"n": 1},
+    "one token, causal": {"n": 1, "causal": True},
+    "odd sizes": {"n": 131, "components": 5, "width": 3, "value_width": 7},
+    "cross-attention": {"n": 40, "m": 333},
+    "masked": {"n": 150, "masked": True},
+    "masked, by token": {"n": 150, "masked": True, "by_token": True},
+    "causal": {"n": 300, "causal": True},
+    "causal, whole chunks": {"n": 2 * blocks.CHUNK, "causal": True},
+    "causal, masked, by token": {"n": 300, "causal": True, "masked": True, "by_token": True},
+    "many short sequences": {"batch": 200, "n": 10},
+    "many short sequences, causal": {"batch": 200, "n": 10, "causal": True, "masked": True},
+    "one component": {"n": 50, "components": 1},
+    "many blocks": {"batch": 1, "heads": 1, "n": 3000},
+    "many blocks, causal": {"batch": 1, "heads": 1, "n": 3000, "causal": True, "width": 4},
+}
+
+KINDS = (
+    "far from the origin", "far from each other", "variances at the floor",
+    "variances of all sizes", "components that nobody uses", "inputs far from every component",
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -88,3 +110,49 @@ def errors(got: list[Tensor], want: list[Tensor]) -> list[float]:
         float((a - b).abs().max() / b.abs().max().clamp(min=1e-300))
         for a, b in zip(got, want, strict=True)
     ]
+
+
+def far(kind: str, width: int, causal: bool, seed: int = 0) -> Case:
+    """Tokens near their components where the expanded form cancels, in numbers that float32 holds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    heads, components, n = 2, 12, 200
+    shape = heads, components, width
+    variances, means = torch.ones(shape, dtype=torch.float64), randn(*shape)
+    if kind == "far from the origin":
+        means += 30
+    elif kind == "far from each other":
+        means *= 30
+    elif kind == "variances at the floor":
+        variances *= 1e-2
+        means *= 3
+    elif kind == "variances of all sizes":
+        variances = randn(*shape).mul(3).exp().clamp(min=1e-2)
+        means *= 3
+    used = slice(0, components)
+    if kind == "components that nobody uses":
+        means[:, :4] = 30
+        variances[:, 0] = 1e-2
+        used = slice(4, components)
+
+    def tokens() -> Tensor:
+        index = torch.randint(used.start, used.stop, (heads, n), generator=generator)
+        head = torch.arange(heads)[:, None]
+        x = means[head, index] + variances[head, index].sqrt() * randn(heads, n, width)
+        if kind == "inputs far from every component":
+            x += 30 * randn(heads, n, width)
+        between = (x + x.roll(1, 1)) / 2  # two components share these
+        return torch.where(torch.arange(n)[:, None] % 3 == 0, between, x)[None]
+
+    tensors = (
+        tokens(),
+        tokens(),
+        randn(1, heads, n, 8),
+        means,
+        variances,
+        torch.zeros(heads, components),
+    )
+    return Case(tuple(t.float().double() for t in tensors), None, causal)

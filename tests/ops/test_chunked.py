@@ -10,24 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gma_bench.ops import blocks, chunked, gma, reference, responsibilities
-from tests.ops.cases import Case, errors, evaluate, make
-
-FORMS = {
-    "one token": {"n": 1},
-    "one token, causal": {"n": 1, "causal": True},
-    "odd sizes": {"n": 131, "components": 5, "width": 3, "value_width": 7},
-    "cross-attention": {"n": 40, "m": 333},
-    "masked": {"n": 150, "masked": True},
-    "masked, by token": {"n": 150, "masked": True, "by_token": True},
-    "causal": {"n": 300, "causal": True},
-    "causal, whole chunks": {"n": 2 * blocks.CHUNK, "causal": True},
-    "causal, masked, by token": {"n": 300, "causal": True, "masked": True, "by_token": True},
-    "many short sequences": {"batch": 200, "n": 10},
-    "many short sequences, causal": {"batch": 200, "n": 10, "causal": True, "masked": True},
-    "one component": {"n": 50, "components": 1},
-    "many blocks": {"batch": 1, "heads": 1, "n": 3000},
-    "many blocks, causal": {"batch": 1, "heads": 1, "n": 3000, "causal": True, "width": 4},
-}
+from tests.ops.cases import FORMS, KINDS, Case, errors, evaluate, far, make
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -99,63 +82,11 @@ def test_output_has_the_dtype_of_the_values_and_logits_have_float32() -> None:
 # ---------------------------------------------------------------- accuracy far from the origin
 
 
-def _far(kind: str, width: int, causal: bool, seed: int = 0) -> Case:
-    """Tokens near their components where the expanded form cancels, in numbers that float32 holds."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    heads, components, n = 2, 12, 200
-    shape = heads, components, width
-    variances, means = torch.ones(shape, dtype=torch.float64), randn(*shape)
-    if kind == "far from the origin":
-        means += 30
-    elif kind == "far from each other":
-        means *= 30
-    elif kind == "variances at the floor":
-        variances *= 1e-2
-        means *= 3
-    elif kind == "variances of all sizes":
-        variances = randn(*shape).mul(3).exp().clamp(min=1e-2)
-        means *= 3
-    used = slice(0, components)
-    if kind == "components that nobody uses":
-        means[:, :4] = 30
-        variances[:, 0] = 1e-2
-        used = slice(4, components)
-
-    def tokens() -> torch.Tensor:
-        index = torch.randint(used.start, used.stop, (heads, n), generator=generator)
-        head = torch.arange(heads)[:, None]
-        x = means[head, index] + variances[head, index].sqrt() * randn(heads, n, width)
-        if kind == "inputs far from every component":
-            x += 30 * randn(heads, n, width)
-        between = (x + x.roll(1, 1)) / 2  # two components share these
-        return torch.where(torch.arange(n)[:, None] % 3 == 0, between, x)[None]
-
-    tensors = (
-        tokens(),
-        tokens(),
-        randn(1, heads, n, 8),
-        means,
-        variances,
-        torch.zeros(heads, components),
-    )
-    return Case(tuple(t.float().double() for t in tensors), None, causal)
-
-
-KINDS = (
-    "far from the origin", "far from each other", "variances at the floor",
-    "variances of all sizes", "components that nobody uses", "inputs far from every component",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("width", [2, 8, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_is_as_accurate_as_the_direct_form(kind: str, width: int, causal: bool) -> None:
-    case = _far(kind, width, causal)
+    case = far(kind, width, causal)
     want = evaluate(case, "reference", torch.float64)
     direct = errors(evaluate(case, "reference", torch.float32), want)
     got = errors(evaluate(case, "chunked", torch.float32), want)
@@ -174,7 +105,7 @@ def test_the_wide_path_is_taken_where_it_is_needed_and_not_elsewhere(
     q, k, v, means, variances, priors = make(n=200, width=32).tensors
     evaluate(Case((q, k, v, means, variances + 32, priors)), "chunked", torch.float32)
     assert not taken
-    evaluate(_far("far from the origin", 8, False), "chunked", torch.float32)
+    evaluate(far("far from the origin", 8, False), "chunked", torch.float32)
     assert taken
 
 
@@ -339,7 +270,7 @@ def test_flops_are_those_of_the_products_inside(causal: bool) -> None:
     [
         ({"causal": True}, "N = M"),
         ({"eps": 0.0}, "positive"),
-        ({"backend": "cuda"}, "must be one of auto, reference, chunked, triton"),
+        ({"backend": "cuda"}, "must be one of auto, reference, chunked, native, triton"),
         ({"key_mask": torch.ones(2, 41)}, "bool"),
         ({"key_mask": torch.ones(2, 3, dtype=torch.bool)}, "key_mask"),
     ],
