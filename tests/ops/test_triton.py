@@ -114,19 +114,18 @@ def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch: pytest.Mon
 
 
 def test_auto_takes_the_kernels_where_they_run() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     from gma_bench.ops import choose_backend
 
     def choice(device: str, dtype: torch.dtype, components: int = 64, width: int = 64) -> str:
-        if device == "cuda":  # a tensor that says it is there is enough
-            from torch._subclasses.fake_tensor import FakeTensorMode
+        # a tensor that says it is there is enough
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(device):
+            q = torch.empty(1, 2, 4, width, dtype=dtype)
+            means, log_priors = torch.empty(2, components, width), torch.empty(2, components)
+            return choose_backend(q, q, q, means, means, log_priors)
 
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                q = torch.empty(1, 2, 4, width, dtype=dtype, device="cuda")
-                return choose_backend(q, q, torch.empty(2, components, width, device="cuda"))
-        q = torch.empty(1, 2, 4, width, dtype=dtype)
-        return choose_backend(q, q, torch.empty(2, components, width))
-
-    assert choice("cpu", torch.float32) == "chunked"
+    assert choice("cpu", torch.float32) != "triton"
     assert choice("cuda", torch.bfloat16) == "triton"
     assert choice("cuda", torch.float64) == "chunked"
     assert choice("cuda", torch.bfloat16, components=1024) == "chunked"
