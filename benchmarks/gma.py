@@ -35,14 +35,16 @@ class Comparison(NamedTuple):
     causal: bool
     other: str
     slower_than: bool
-    target: str
+    target: str | None
 
 
 COMPARISONS = (
     Comparison("broadcast form / GMA", False, "broadcast", False, ">= 120"),
+    Comparison("GMA in plain torch / GMA", False, "chunked", False, None),
     Comparison("fused SDPA / GMA", False, "sdpa", False, ">= 15"),
     Comparison("GMA / Linear Transformer", False, "linear", True, "<= 1.5"),
     Comparison("causal fused SDPA / causal GMA", True, "sdpa", False, ">= 6"),
+    Comparison("causal GMA in plain torch / causal GMA", True, "chunked", False, None),
     Comparison("causal GMA / causal Linear Transformer", True, "linear", True, "<= 1.3"),
 )
 
@@ -68,7 +70,8 @@ class Inputs:
         """The forward pass of one subject."""
         q, k, v = self.tokens
         return {
-            "gma": lambda: gma(q, k, v, *self.mixture, causal=causal, backend="chunked"),
+            "gma": lambda: gma(q, k, v, *self.mixture, causal=causal),
+            "chunked": lambda: gma(q, k, v, *self.mixture, causal=causal, backend="chunked"),
             "broadcast": lambda: gma(q, k, v, *self.mixture, causal=causal, backend="reference"),
             "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
             "linear": lambda: linear_attention(q, k, v, causal=causal),
@@ -76,7 +79,7 @@ class Inputs:
 
     def forward_backward(self, name: str, causal: bool) -> None:
         """A pass in both directions, gradients of everything that has one."""
-        leaves = self.tokens + (self.mixture if name in ("gma", "broadcast") else [])
+        leaves = self.tokens + ([] if name in ("sdpa", "linear") else self.mixture)
         torch.autograd.grad(self.call(name, causal)(), leaves, self.upstream)
 
 

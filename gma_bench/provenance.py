@@ -35,13 +35,20 @@ def _git(*arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python's version and those of the packages that can change a figure."""
+    """Versions of Python, of the packages that can change a figure, and of GMA's compiler (``c++``).
+
+    Without a compiler GMA runs in plain torch on a CPU: slower, and other in the last digits.
+    """
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    from gma_bench.ops import native  # torch comes with it: not before a cell runs
+
+    if native.problem() is None:
+        found["c++"] = native.compiler_version()
     return found
 
 

@@ -109,6 +109,8 @@ extern "C" struct Call { // as native.py declares it
     float *grad_means, *grad_variances, *grad_log_priors;
     float *scratch;
     int64_t scratch_size; // floats of one worker
+    int64_t step;         // an index of STEPS
+    int64_t workers;      // how many have begun
     int64_t next;         // the next task
     int64_t too_large;    // set where a number was met that float32 may not bear
 };
@@ -189,53 +191,27 @@ void log_densities(float *o, int64_t components, const float *x, int64_t stride,
         }
 }
 
-// dx (T, D) = Σ_k dL (μ − x) w, with μ and w laid out (K, D).
-template <int C>
-void token_gradient_columns(float *o, int64_t width, const float *grad, int64_t components, const float *x,
-                            const float *mean, const float *weight) {
-    constexpr int HALF = ROWS / 2;
-    for (int64_t row = 0; row < TOKENS; row += HALF) {
-        vec sum[HALF][C], token[HALF][C];
-        UNROLL for (int r = 0; r < HALF; r++) UNROLL for (int c = 0; c < C; c++) {
-            sum[r][c] = vec{};
-            token[r][c] = load(x + (row + r) * width + c * LANES);
-        }
-        for (int64_t k = 0; k < components; k++) {
-            UNROLL for (int c = 0; c < C; c++) {
-                const vec m = load(mean + k * width + c * LANES), w = load(weight + k * width + c * LANES);
-                UNROLL for (int r = 0; r < HALF; r++)
-                    sum[r][c] += ((m - token[r][c]) * w) * grad[(row + r) * components + k];
-            }
-        }
-        UNROLL for (int r = 0; r < HALF; r++) UNROLL for (int c = 0; c < C; c++)
-            store(o + (row + r) * width + c * LANES, sum[r][c]);
-    }
-}
-
-// first += Σ_n dL (x − μ), second += Σ_n dL (x − μ)², both (K, D).
-void mixture_gradients(float *first, float *second, int64_t width, const float *grad, int64_t components,
-                       const float *x, const float *mean) {
-    constexpr int SOME = 4; // components at a time
+// In place of x: dx (T, D) = Σ_k dL (μ − x) / σ²; added up: Σ_n dL (x − μ) and Σ_n dL (x − μ)², both (K, D).
+// The three share their difference; a strip of tokens stays in registers while the components pass by.
+void logit_gradients(float *x, float *first, float *second, int64_t width, const float *grad, int64_t components,
+                     const float *mean, const float *precision) {
     for (int64_t c = 0; c < width; c += LANES)
-        for (int64_t k = 0; k < components; k += SOME) {
-            vec one[SOME], two[SOME];
-            UNROLL for (int r = 0; r < SOME; r++) {
-                one[r] = load(first + (k + r) * width + c);
-                two[r] = load(second + (k + r) * width + c);
-            }
-            for (int64_t n = 0; n < TOKENS; n++) {
-                const vec token = load(x + n * width + c);
-                UNROLL for (int r = 0; r < SOME; r++) {
-                    const float scale = grad[n * components + k + r];
-                    const vec difference = token - load(mean + (k + r) * width + c);
-                    one[r] += difference * scale;
-                    two[r] += (difference * scale) * difference;
+        for (int64_t row = 0; row < TOKENS; row += ROWS) {
+            vec token[ROWS], sum[ROWS];
+            UNROLL for (int r = 0; r < ROWS; r++) token[r] = load(x + (row + r) * width + c), sum[r] = vec{};
+            for (int64_t k = 0; k < components; k++) {
+                const int64_t at = k * width + c;
+                const vec m = load(mean + at), p = load(precision + at);
+                vec one = load(first + at), two = load(second + at);
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const vec difference = token[r] - m, scaled = difference * grad[(row + r) * components + k];
+                    one += scaled;
+                    two += scaled * difference;
+                    sum[r] -= scaled * p;
                 }
+                store(first + at, one), store(second + at, two);
             }
-            UNROLL for (int r = 0; r < SOME; r++) {
-                store(first + (k + r) * width + c, one[r]);
-                store(second + (k + r) * width + c, two[r]);
-            }
+            UNROLL for (int r = 0; r < ROWS; r++) store(x + (row + r) * width + c, sum[r]);
         }
 }
 
@@ -318,15 +294,17 @@ struct Mixture { // of one head, in the layouts that the products want
     int64_t width, K, D;
     float *mean_by_width, *weight_by_width, *constant; // (D, K), (D, K), (K): logits
     float *mean, *weight;                              // (K, D): gradients; null in forward
+    float *precision;                                  // (D): of one component
 
     Mixture(const Call &call, Scratch &scratch, bool backward)
         : width(call.width), K(padded(call.components)), D(padded(call.width)), mean_by_width(scratch.take(K * call.width)),
           weight_by_width(scratch.take(K * call.width)), constant(scratch.take(K)),
-          mean(backward ? scratch.take(K * D) : nullptr), weight(backward ? scratch.take(K * D) : nullptr) {}
+          mean(backward ? scratch.take(K * D) : nullptr), weight(backward ? scratch.take(K * D) : nullptr),
+          precision(scratch.take(D)) {}
 
     static int64_t size(const Call &call, bool backward) {
         const int64_t K = padded(call.components);
-        return 2 * (K * call.width + 16) + K + 16 + (backward ? 2 * K * padded(call.width) : 0);
+        return 2 * (K * call.width + 16) + K + 16 + padded(call.width) + (backward ? 2 * K * padded(call.width) : 0);
     }
 
     void set(Call &call, int64_t head) {
@@ -334,20 +312,24 @@ struct Mixture { // of one head, in the layouts that the products want
         const float *variances = call.variances + head * call.components * width;
         bool too_large = false;
         if (mean) std::memset(mean, 0, 4 * K * D), std::memset(weight, 0, 4 * K * D);
-        for (int64_t k = 0; k < K; k++) {
-            const bool real = k < call.components;
+        std::memset(mean_by_width, 0, 4 * K * width), std::memset(weight_by_width, 0, 4 * K * width);
+        for (int64_t k = 0; k < K; k++) constant[k] = -1e30f; // what pads K is never chosen
+        for (int64_t k = 0; k < call.components; k++, means += width, variances += width) {
+            for (int64_t d = 0; d < width; d++) precision[d] = 1 / variances[d];
             double logs = 0, determinant = 1; // of a few at a time: logarithms are slow
             for (int64_t d = 0; d < width; d++) {
-                const float m = real ? means[k * width + d] : 0, s = real ? variances[k * width + d] : 1;
-                too_large |= !(std::fabs(m) <= LARGEST && s <= LARGEST && s * LARGEST >= 1);
-                mean_by_width[d * K + k] = m;
-                weight_by_width[d * K + k] = 0.5f / s;
-                if (mean) mean[k * D + d] = m, weight[k * D + d] = 1 / s;
-                determinant *= s;
+                too_large |= !(std::fabs(means[d]) <= LARGEST && variances[d] <= LARGEST && variances[d] * LARGEST >= 1);
+                mean_by_width[d * K + k] = means[d];
+                weight_by_width[d * K + k] = 0.5f * precision[d];
+                determinant *= variances[d];
                 if (d % 16 == 15) logs += std::log(determinant), determinant = 1;
             }
             logs += std::log(determinant);
-            constant[k] = real ? call.log_priors[head * call.components + k] - 0.5 * logs : -1e30;
+            if (mean) {
+                std::memcpy(mean + k * D, means, 4 * width);
+                std::memcpy(weight + k * D, precision, 4 * width);
+            }
+            constant[k] = call.log_priors[head * call.components + k] - 0.5 * logs;
             too_large |= !(std::fabs(constant[k]) <= 1e30f);
         }
         if (too_large) call.too_large = 1;
@@ -357,13 +339,6 @@ struct Mixture { // of one head, in the layouts that the products want
     void responsibilities(float *gamma, const float *x, const float *bias, Ahead ahead) const {
         log_densities(gamma, K, x, D, mean_by_width, weight_by_width, bias, width);
         softmax(gamma, K, ahead);
-    }
-
-    void token_gradient(float *o, const float *grad, const float *x) const {
-        int64_t d = 0;
-        for (; d + 2 * LANES <= D; d += 2 * LANES)
-            token_gradient_columns<2>(o + d, D, grad, K, x + d, mean + d, weight + d);
-        if (d < D) token_gradient_columns<1>(o + d, D, grad, K, x + d, mean + d, weight + d);
     }
 };
 
@@ -455,8 +430,7 @@ struct Sums { // of a part, for the gradients of the mixture: Σ dL (x − μ), 
 
 // Gradients for the mixture and, in place of a block's tokens, for these, given that of their logits.
 void logits_backward(const Mixture &mixture, const Sums &sums, const float *grad, float *x) {
-    mixture_gradients(sums.first, sums.second, mixture.D, grad, mixture.K, x, mixture.mean);
-    mixture.token_gradient(x, grad, x);
+    logit_gradients(x, sums.first, sums.second, mixture.D, grad, mixture.K, mixture.mean, mixture.weight);
 }
 
 // What queries read: U = Ṽ / (Z + ε), weighted by Z + ε.
@@ -857,11 +831,12 @@ const Step STEPS[] = { // native.py: STEPS
 
 extern "C" {
 
-// Floats of scratch that one worker needs for a step; each of the pieces handed out is rounded up.
-int64_t gma_scratch(int64_t step, const Call *call) { return STEPS[step].size(*call) + 32 * 16; }
+// Floats of scratch that one worker needs; each of the pieces handed out is rounded up.
+int64_t gma_scratch(const Call *call) { return (STEPS[call->step].size(*call) + 32 * 16) / 16 * 16; }
 
-void gma_run(int64_t step, Call *call, int64_t worker) {
-    STEPS[step].run(*call, Scratch{call->scratch + worker * call->scratch_size});
+void gma_work(Call *call) { // what every thread of a team runs
+    const int64_t worker = __atomic_fetch_add(&call->workers, 1, __ATOMIC_RELAXED);
+    STEPS[call->step].run(*call, Scratch{call->scratch + worker * call->scratch_size});
 }
 
 int64_t gma_state_tokens() { return CHUNKS * TOKENS; }

@@ -1,8 +1,8 @@
 """GMA on a CPU in float32: compiles ``native.cpp`` once, and registers what it computes as operators.
 
 The system's C++ compiler builds it for the processor at hand at the first call (a few seconds) into
-``$XDG_CACHE_HOME/gma_bench``; without a compiler ``backend="auto"`` takes the plain torch form. Worker
-threads are Python's, as many as torch uses; a call releases the interpreter's lock.
+``$XDG_CACHE_HOME/gma_bench``; without a compiler ``backend="auto"`` takes the plain torch form. It runs
+on torch's own OpenMP threads: others beside them would wait for cores on which those still spin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,15 @@ def compiler() -> str | None:
     return shutil.which(chosen) if chosen else shutil.which("c++") or shutil.which("g++")
 
 
+def compiler_version() -> str:
+    """The first line that the compiler says of itself; empty without one."""
+    found = compiler()
+    if found is None:
+        return ""
+    said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    return said.partition("\n")[0]
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The compiled library, built where it is not in the cache.
@@ -65,8 +73,7 @@ def library() -> ctypes.CDLL:
     found = compiler()
     if found is None:
         raise Unavailable("no C++ compiler was found (CXX, c++ or g++)")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    parts = SOURCE.read_text(), *FLAGS, found, version, processor()
+    parts = SOURCE.read_text(), *FLAGS, found, compiler_version(), processor()
     name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"gma_bench-{os.getuid()}"):
         try:
@@ -111,11 +118,21 @@ def build(command: str, target: Path) -> None:
 def load(path: Path) -> ctypes.CDLL:
     """The library, its functions with their types."""
     loaded = ctypes.CDLL(str(path))
-    loaded.gma_scratch.argtypes = ctypes.c_int64, ctypes.c_void_p
+    loaded.gma_scratch.argtypes = (ctypes.c_void_p,)
     loaded.gma_scratch.restype = ctypes.c_int64
-    loaded.gma_run.argtypes = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
-    loaded.gma_run.restype = None
+    loaded.gma_work.argtypes = (ctypes.c_void_p,)
+    loaded.gma_work.restype = None
     return loaded
+
+
+@functools.cache
+def team() -> Any:
+    """``GOMP_parallel`` of the OpenMP runtime that torch has loaded; None where there is no such thing."""
+    start = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    if start is not None:
+        start.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+        start.restype = None
+    return start
 
 
 @torch.compiler.assume_constant_result
@@ -181,7 +198,10 @@ class Call(ctypes.Structure):
                 "grad_bias", "sums", "grad_means", "grad_variances", "grad_log_priors", "scratch",
             )
         ),
-        *((name, ctypes.c_int64) for name in ("scratch_size", "next", "too_large")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("scratch_size", "step", "workers", "next", "too_large")
+        ),
     )  # fmt: skip
 
 
@@ -253,24 +273,16 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 def run(step: int, call: Call, tasks: int) -> None:
     """Run a step on as many threads as torch has, or as there are tasks."""
-    code = library()
-    workers = max(1, min(torch.get_num_threads(), tasks))
-    call.next, call.scratch_size = 0, code.gma_scratch(step, ctypes.byref(call))
-    scratch = torch.empty(workers * call.scratch_size)  # by torch, so that profilers see it
+    code, start = library(), team()
+    threads = 1 if start is None else max(1, min(torch.get_num_threads(), tasks))
+    call.step, call.workers, call.next = step, 0, 0
+    call.scratch_size = code.gma_scratch(ctypes.byref(call))
+    scratch = torch.empty(threads * call.scratch_size)  # by torch, so that profilers see it
     call.scratch = scratch.data_ptr()
-    others = [
-        pool(workers - 1, os.getpid()).submit(code.gma_run, step, ctypes.byref(call), worker)
-        for worker in range(1, workers)
-    ]
-    code.gma_run(step, ctypes.byref(call), 0)
-    for other in others:
-        other.result()
-
-
-@functools.cache
-def pool(workers: int, process: int) -> ThreadPoolExecutor:
-    """The threads beside the calling one; those of another process are not there after a fork."""
-    return ThreadPoolExecutor(workers, thread_name_prefix="gma")
+    if threads == 1:
+        code.gma_work(ctypes.byref(call))
+    else:
+        start(ctypes.cast(code.gma_work, ctypes.c_void_p), ctypes.byref(call), threads, 0)
 
 
 # ---------------------------------------------------------------- what the operators do

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -254,18 +253,3 @@ def test_a_damaged_library_is_replaced_and_a_locked_folder_is_left(tmp_path: Pat
     file = tmp_path / "a file"
     file.touch()
     assert run_script(XDG_CACHE_HOME=str(file), TMPDIR=str(tmp_path))[-1] == "native ran"
-
-
-def forked(tensors: list[torch.Tensor], results: multiprocessing.Queue[bytes]) -> None:
-    results.put(gma(*tensors, backend="native").numpy().tobytes())
-
-
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    tensors = [t.float() for t in make(batch=4, heads=4, n=600).tensors]
-    want = gma(*tensors, backend="native")  # starts this process's threads
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    child = context.Process(target=forked, args=(tensors, results), daemon=True)
-    child.start()
-    assert results.get(timeout=60) == want.numpy().tobytes()
-    child.join()
