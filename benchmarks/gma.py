@@ -166,6 +166,7 @@ def _ratios(comparison: Comparison, taken: dict[tuple[str, bool], list[float]]) 
 
 
 def _memory() -> Iterator[dict[str, object]]:
+    torch.set_num_threads(NUM_THREADS)  # each has memory of its own
     inputs = Inputs(MEMORY_LEN)
     theirs = storage_bytes(inputs, "sdpa", False)  # the lower of its two counts
     for causal, target in ((False, "<= 1.15"), (True, None)):
@@ -201,6 +202,7 @@ def _growth() -> Iterator[dict[str, object]]:
         "one_thread_ratio": statistics.median(ratios[1]),
         "target": bounds,
     }
+    torch.set_num_threads(NUM_THREADS)
     few_bytes, many_bytes = (peak_bytes(x, "gma", False) for x in (short, long))
     yield {
         "benchmark": f"peak memory at {LONG_LEN:,} tokens / at {SEQ_LEN:,}",

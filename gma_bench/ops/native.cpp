@@ -165,12 +165,12 @@ void product(float *o, int64_t rows, int64_t cols, const float *a, int64_t ra, i
     if (c < cols) columns<1, ADD, SHAPE>(o + c, cols, rows, a, ra, ja, b + c, cols, n, c);
 }
 
-// o (T, K) = bias − Σ_d (x − μ)² w, with μ and w laid out (D, K). Eight terms are summed, then such sums:
-// one after another they would lose what a pairwise sum keeps.
-void log_densities(float *o, int64_t components, const float *x, int64_t stride, const float *mean,
-                   const float *weight, const float *bias, int64_t width) {
+// o (T, K) = bias − Σ_d (x − μ)² w; `terms` are (K / LANES, D, 2, LANES), in the order of their use: μ and w.
+// Eight are summed, then such sums: one after another they would lose what a pairwise sum keeps.
+void log_densities(float *o, int64_t components, const float *x, int64_t stride, const float *terms,
+                   const float *bias, int64_t width) {
     constexpr int SOME = 8; // tokens at a time
-    for (int64_t k = 0; k < components; k += LANES)
+    for (int64_t k = 0; k < components; k += LANES, terms += width * 2 * LANES)
         for (int64_t row = 0; row < TOKENS; row += SOME) {
             vec total[SOME];
             UNROLL for (int r = 0; r < SOME; r++) total[r] = vec{};
@@ -179,7 +179,7 @@ void log_densities(float *o, int64_t components, const float *x, int64_t stride,
                 UNROLL for (int r = 0; r < SOME; r++) sum[r] = vec{};
                 const int64_t last = std::min(first + 8, width);
                 for (int64_t d = first; d < last; d++) {
-                    const vec m = load(mean + d * components + k), w = load(weight + d * components + k);
+                    const vec m = load(terms + d * 2 * LANES), w = load(terms + (d * 2 + 1) * LANES);
                     UNROLL for (int r = 0; r < SOME; r++) {
                         const vec difference = m - x[(row + r) * stride + d];
                         sum[r] += (difference * w) * difference;
@@ -292,19 +292,18 @@ void transpose(float *to, const float *from, int64_t rows, int64_t cols) {
 
 struct Mixture { // of one head, in the layouts that the products want
     int64_t width, K, D;
-    float *mean_by_width, *weight_by_width, *constant; // (D, K), (D, K), (K): logits
+    float *terms, *constant; // see log_densities, and (K)
     float *mean, *weight;                              // (K, D): gradients; null in forward
     float *precision;                                  // (D): of one component
 
     Mixture(const Call &call, Scratch &scratch, bool backward)
-        : width(call.width), K(padded(call.components)), D(padded(call.width)), mean_by_width(scratch.take(K * call.width)),
-          weight_by_width(scratch.take(K * call.width)), constant(scratch.take(K)),
+        : width(call.width), K(padded(call.components)), D(padded(call.width)), terms(scratch.take(2 * K * call.width)), constant(scratch.take(K)),
           mean(backward ? scratch.take(K * D) : nullptr), weight(backward ? scratch.take(K * D) : nullptr),
           precision(scratch.take(D)) {}
 
     static int64_t size(const Call &call, bool backward) {
         const int64_t K = padded(call.components);
-        return 2 * (K * call.width + 16) + K + 16 + padded(call.width) + (backward ? 2 * K * padded(call.width) : 0);
+        return 2 * K * call.width + K + padded(call.width) + (backward ? 2 * K * padded(call.width) : 0);
     }
 
     void set(Call &call, int64_t head) {
@@ -312,15 +311,15 @@ struct Mixture { // of one head, in the layouts that the products want
         const float *variances = call.variances + head * call.components * width;
         bool too_large = false;
         if (mean) std::memset(mean, 0, 4 * K * D), std::memset(weight, 0, 4 * K * D);
-        std::memset(mean_by_width, 0, 4 * K * width), std::memset(weight_by_width, 0, 4 * K * width);
+        std::memset(terms, 0, 8 * K * width);
         for (int64_t k = 0; k < K; k++) constant[k] = -1e30f; // what pads K is never chosen
         for (int64_t k = 0; k < call.components; k++, means += width, variances += width) {
             for (int64_t d = 0; d < width; d++) precision[d] = 1 / variances[d];
             double logs = 0, determinant = 1; // of a few at a time: logarithms are slow
             for (int64_t d = 0; d < width; d++) {
                 too_large |= !(std::fabs(means[d]) <= LARGEST && variances[d] <= LARGEST && variances[d] * LARGEST >= 1);
-                mean_by_width[d * K + k] = means[d];
-                weight_by_width[d * K + k] = 0.5f * precision[d];
+                float *term = terms + (k / LANES * width + d) * 2 * LANES + k % LANES;
+                term[0] = means[d], term[LANES] = 0.5f * precision[d];
                 determinant *= variances[d];
                 if (d % 16 == 15) logs += std::log(determinant), determinant = 1;
             }
@@ -337,7 +336,7 @@ struct Mixture { // of one head, in the layouts that the products want
 
     template <class Ahead>
     void responsibilities(float *gamma, const float *x, const float *bias, Ahead ahead) const {
-        log_densities(gamma, K, x, D, mean_by_width, weight_by_width, bias, width);
+        log_densities(gamma, K, x, D, terms, bias, width);
         softmax(gamma, K, ahead);
     }
 };
