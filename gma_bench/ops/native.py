@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import shutil
 import subprocess
@@ -35,6 +36,9 @@ STATE_TOKENS = 512
 
 PART_TOKENS = 1024
 """Fewest tokens of a split, or of a part with sums of its own: what a part costs must not show."""
+
+HUGE_PAGE = 2**21
+"""Bytes of a huge page on most machines."""
 
 TASKS = 32
 """How many tasks a call is cut into where it has the tokens. Not the number of threads: results are
@@ -288,6 +292,24 @@ def run(step: int, call: Call, tasks: int) -> None:
 # ---------------------------------------------------------------- what the operators do
 
 
+def in_huge_pages(*tensors: Tensor) -> None:
+    """Ask the system for huge pages behind new tensors, before they are written for the first time.
+
+    A long sequence's output spans many thousand ordinary pages, and each costs an interrupt then.
+    A hint; without one, or where the system has none to give, nothing changes.
+    """
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    for tensor in tensors:
+        start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        size = (tensor.data_ptr() + tensor.nbytes - start) // HUGE_PAGE * HUGE_PAGE
+        if size > 0:
+            advise(
+                ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_HUGEPAGE)
+            )
+
+
 def states_like(
     q: Tensor, k: Tensor, v: Tensor, means: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -311,6 +333,7 @@ def gma_body(
     """Output, then what backward needs; see :func:`states_like`."""
     out, (written, mass) = blocks.like_layout(q, v), states_like(q, k, v, means, causal)
     inputs = q, k, v, means, variances, log_priors, key_mask, causal, eps
+    in_huge_pages(out)
     call = Run(*inputs, out=out, written=written, mass=mass)
     if not call.steps(*(("causal",) if causal else ("write", "read"))):
         out = chunked.gma_body(*inputs)[0]  # it has float64 for such numbers
@@ -335,6 +358,7 @@ def gma_backward_body(
     inputs = q, k, v, means, variances, log_priors, key_mask, causal, eps
     tokens = [torch.empty_like(t) for t in (q, k, v)]
     filled = [rows_contiguous(t) for t in tokens]
+    in_huge_pages(*filled)
     call = Run(*inputs, written=written, mass=mass, grad_out=grad_out)
     call.give(grad_q=filled[0], grad_k=filled[1], grad_v=filled[2])
     components, width = means.shape[1:]
