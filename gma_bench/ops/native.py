@@ -305,9 +305,7 @@ def in_huge_pages(*tensors: Tensor) -> None:
         start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         size = (tensor.data_ptr() + tensor.nbytes - start) // HUGE_PAGE * HUGE_PAGE
         if size > 0:
-            advise(
-                ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_HUGEPAGE)
-            )
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_HUGEPAGE))
 
 
 def states_like(

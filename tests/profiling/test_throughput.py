@@ -26,7 +26,11 @@ def test_rows_of_gma_beside_sdpa(tmp_path: Any) -> None:
     assert {r["status"] for r in rows} == {"ok"}
     assert {r["pass"] for r in rows} == {"forward", "forward_backward", "decode"}
     assert [r["num_components"] for r in rows if r["sweep"] == "components"] == [4, 8] * 2
-    assert {r["backend"] for r in rows if r["sweep"] == "length"} == {"auto", "chunked", "reference"}
+    assert {r["backend"] for r in rows if r["sweep"] == "length"} == {
+        "auto",
+        "chunked",
+        "reference",
+    }
     for row in rows:
         assert row["reference"] == "sdpa"
         assert row["median_ms"] > 0
