@@ -33,7 +33,10 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 #define UNROLL _Pragma("GCC unroll 16")
 
-int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+int64_t padded(int64_t n) { // to whole vectors, and to eights
+    constexpr int64_t size = std::max<int64_t>(LANES, 8);
+    return (n + size - 1) / size * size;
+}
 vec load(const float *p) { return *reinterpret_cast<const vec *>(p); }
 void store(float *p, vec x) { *reinterpret_cast<vec *>(p) = x; }
 vec larger(vec a, vec b) { return a > b ? a : b; }
@@ -167,21 +170,20 @@ void product(float *o, int64_t rows, int64_t cols, const float *a, int64_t ra, i
 
 // o (T, K) = bias − Σ_d (x − μ)² w; `terms` are (K / LANES, D, 2, LANES), in the order of their use: μ and w.
 // Eight are summed, then such sums: one after another they would lose what a pairwise sum keeps.
-void log_densities(float *o, int64_t components, const float *x, int64_t stride, const float *terms,
-                   const float *bias, int64_t width) {
+void log_densities(float *o, int64_t components, const float *x, int64_t width, const float *terms,
+                   const float *bias) {
     constexpr int SOME = 8; // tokens at a time
     for (int64_t k = 0; k < components; k += LANES, terms += width * 2 * LANES)
         for (int64_t row = 0; row < TOKENS; row += SOME) {
             vec total[SOME];
             UNROLL for (int r = 0; r < SOME; r++) total[r] = vec{};
-            for (int64_t first = 0; first < width; first += 8) {
+            for (int64_t first = 0; first < width; first += 8) { // a multiple of 8: see padded
                 vec sum[SOME];
                 UNROLL for (int r = 0; r < SOME; r++) sum[r] = vec{};
-                const int64_t last = std::min(first + 8, width);
-                for (int64_t d = first; d < last; d++) {
+                UNROLL for (int64_t d = first; d < first + 8; d++) {
                     const vec m = load(terms + d * 2 * LANES), w = load(terms + (d * 2 + 1) * LANES);
                     UNROLL for (int r = 0; r < SOME; r++) {
-                        const vec difference = m - x[(row + r) * stride + d];
+                        const vec difference = m - x[(row + r) * width + d];
                         sum[r] += (difference * w) * difference;
                     }
                 }
@@ -297,13 +299,13 @@ struct Mixture { // of one head, in the layouts that the products want
     float *precision;                                  // (D): of one component
 
     Mixture(const Call &call, Scratch &scratch, bool backward)
-        : width(call.width), K(padded(call.components)), D(padded(call.width)), terms(scratch.take(2 * K * call.width)), constant(scratch.take(K)),
+        : width(call.width), K(padded(call.components)), D(padded(call.width)), terms(scratch.take(2 * K * D)), constant(scratch.take(K)),
           mean(backward ? scratch.take(K * D) : nullptr), weight(backward ? scratch.take(K * D) : nullptr),
           precision(scratch.take(D)) {}
 
     static int64_t size(const Call &call, bool backward) {
         const int64_t K = padded(call.components);
-        return 2 * K * call.width + K + padded(call.width) + (backward ? 2 * K * padded(call.width) : 0);
+        return 2 * K * padded(call.width) + K + padded(call.width) + (backward ? 2 * K * padded(call.width) : 0);
     }
 
     void set(Call &call, int64_t head) {
@@ -311,14 +313,14 @@ struct Mixture { // of one head, in the layouts that the products want
         const float *variances = call.variances + head * call.components * width;
         bool too_large = false;
         if (mean) std::memset(mean, 0, 4 * K * D), std::memset(weight, 0, 4 * K * D);
-        std::memset(terms, 0, 8 * K * width);
+        std::memset(terms, 0, 8 * K * D);
         for (int64_t k = 0; k < K; k++) constant[k] = -1e30f; // what pads K is never chosen
         for (int64_t k = 0; k < call.components; k++, means += width, variances += width) {
             for (int64_t d = 0; d < width; d++) precision[d] = 1 / variances[d];
             double logs = 0, determinant = 1; // of a few at a time: logarithms are slow
             for (int64_t d = 0; d < width; d++) {
                 too_large |= !(std::fabs(means[d]) <= LARGEST && variances[d] <= LARGEST && variances[d] * LARGEST >= 1);
-                float *term = terms + (k / LANES * width + d) * 2 * LANES + k % LANES;
+                float *term = terms + (k / LANES * D + d) * 2 * LANES + k % LANES;
                 term[0] = means[d], term[LANES] = 0.5f * precision[d];
                 determinant *= variances[d];
                 if (d % 16 == 15) logs += std::log(determinant), determinant = 1;
@@ -336,7 +338,7 @@ struct Mixture { // of one head, in the layouts that the products want
 
     template <class Ahead>
     void responsibilities(float *gamma, const float *x, const float *bias, Ahead ahead) const {
-        log_densities(gamma, K, x, D, terms, bias, width);
+        log_densities(gamma, K, x, D, terms, bias);
         softmax(gamma, K, ahead);
     }
 };
