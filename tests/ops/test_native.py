@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -195,6 +196,23 @@ def test_python_and_the_library_agree_on_what_they_share() -> None:
         getattr(code, name).restype = ctypes.c_int64
     assert code.gma_state_tokens() == native.STATE_TOKENS
     assert code.gma_call_bytes() == ctypes.sizeof(native.Call)
+
+
+@pytest.mark.parametrize("flags", [("-mno-avx512f",), ("-march=x86-64",)], ids=" ".join)
+def test_vectors_of_other_processors_do_as_well(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("flags of another architecture")
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, *flags))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    try:
+        for form in ("odd sizes", "masked, by token", "causal, masked, by token", "many blocks"):
+            test_it_is_within_1e_5(form)
+        assert list(tmp_path.rglob("*.so"))
+    finally:
+        native.library.cache_clear()
 
 
 def test_auto_takes_it_for_float32_on_a_cpu_alone() -> None:
