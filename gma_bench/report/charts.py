@@ -158,7 +158,7 @@ def drawn(chart: Chart) -> dict[str, Any]:
 def slots(results: Results) -> dict[str, int]:
     """A fixed colour for each mixer: the paper's first, as in the figures, then the others.
 
-    Beyond :data:`SLOTS` mixers the colours come again, dashed.
+    Beyond :data:`SLOTS` mixers the colours come again, dashed; so do those of a mixer's backends, then dotted.
     """
     found = sorted({r["mixer"] for r in results.records})
     return {mixer: i % (2 * SLOTS) for i, mixer in enumerate(dict.fromkeys([*KNOWN, *found]))}
@@ -199,9 +199,7 @@ def _profile(
                 )  # fmt: skip
                 label = results.paper.label(mixer) + (f" ({backend})" if index else "")
                 if points:
-                    series.append(
-                        Series(label, label, colours[mixer] + (SLOTS if index else 0), points)
-                    )
+                    series.append(Series(label, label, colours[mixer] + SLOTS * index, points))
     return Chart(chart_id, title, x_label, y_label, series, True, True) if series else None
 
 

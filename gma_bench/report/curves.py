@@ -32,6 +32,10 @@ PASS_NAMES = {
 }
 
 
+DASHES = ("-", "--", (0, (1, 1.2)))
+"""Of a mixer, and of its variants."""
+
+
 @dataclass
 class Line:
     """One mixer's curve.
@@ -43,7 +47,7 @@ class Line:
         marked: x to y, drawn as markers (measured points of a simulated curve).
         errors: x to the standard deviation over seeds.
         lost: x to (y or None) of cells that ran out of memory; drawn as crosses.
-        dashed: a variant of the mixer (another backend).
+        variant: 0 for the mixer itself, 1, 2 for another pass or backend of it; gives the dashes.
     """
 
     mixer: str
@@ -52,7 +56,7 @@ class Line:
     marked: dict[float, float] | None = None
     errors: dict[float, float] = field(default_factory=dict)
     lost: dict[float, float | None] = field(default_factory=dict)
-    dashed: bool = False
+    variant: int = 0
 
 
 @dataclass
@@ -179,7 +183,7 @@ def _by_components(
                 continue
             length = found[0]["seq_len"]
             label = f"{results.paper.label(mixer)}, {PASS_NAMES[step]}"
-            lines.append(Line(mixer, label, points, dashed=step == "forward"))
+            lines.append(Line(mixer, label, points, variant=int(step == "forward")))
     shown = f"{title} against K" + (f" at N = {length:,}" if length else "")
     return _plot(
         name, shown, "components K", y, lines,
@@ -188,7 +192,7 @@ def _by_components(
 
 
 def time_by_length(results: Results, step: str) -> Plot | None:
-    """Time of a call against N; other backends of a mixer as dashed lines."""
+    """Time of a call against N; other backends of a mixer in dashes of their own."""
     lines = []
     for mixer, rows in _profiles(results, "throughput"):
         where = {"sweep": "length", "pass": step}
@@ -196,7 +200,7 @@ def time_by_length(results: Results, step: str) -> Plot | None:
             points = _points(curve(rows, where | {"backend": backend}), "seq_len", "median_ms")
             name = results.paper.label(mixer) + (f" ({backend})" if index else "")
             if points:
-                lines.append(Line(mixer, name, points, dashed=bool(index)))
+                lines.append(Line(mixer, name, points, variant=index))
     return _plot(
         f"time_by_length_{step}", f"Time of a mixer, {PASS_NAMES[step]}", "sequence length N",
         "time of a call", lines, _statement(results, "throughput-behind"), results,
@@ -470,7 +474,7 @@ def _lines(plot: Plot, axes: Axes) -> None:
         axes.plot(
             xs, ys, color=look.colour, marker=look.marker, label=line.label,
             markevery=[i for i, x in enumerate(line.points) if x in marked],
-            linestyle="--" if line.dashed else "-", markeredgecolor="white", markeredgewidth=0.4,
+            linestyle=DASHES[min(line.variant, len(DASHES) - 1)], markeredgecolor="white", markeredgewidth=0.4,
             zorder=4 if line.mixer == OURS else 3,
         )  # fmt: skip
         if any(line.errors.values()):
@@ -562,7 +566,7 @@ def _bytes(value: float) -> str:
 
 def crossings(plot: Plot) -> list[tuple[str, float | None, float | None]]:
     """For each rival: its label, the x from which ours stays cheaper (None: nowhere), and y there."""
-    by_mixer = {line.mixer: line for line in plot.lines if not line.dashed}
+    by_mixer = {line.mixer: line for line in plot.lines if not line.variant}
     ours = by_mixer.get(plot.crossing_of or "")
     found = []
     for rival in RIVALS:
