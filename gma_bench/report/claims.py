@@ -335,6 +335,10 @@ def _slowdown(
     why = f"from {number(math.exp(min(logs)))} to {number(math.exp(max(logs)))} over lengths"
     if len(pairs) < claim["min_points"]:
         outcome, why = INCONCLUSIVE, f"{len(pairs)} lengths, too few"
+    needed, device = claim.get("kernel_on", {}).get(rival), theirs[0].get("device")
+    if needed not in (None, device):
+        outcome = INCONCLUSIVE
+        why += f"; {label(rival)} has the claim’s kernel on {needed} alone, not on {device}"
     if ours[0].get("causal") != theirs[0].get("causal"):
         why += "; one of them causal, the other not"
     return Effect(name, outcome, ratio, "", "above 1", why, records, borders)

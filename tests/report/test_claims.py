@@ -56,9 +56,14 @@ def memory(synthetic, mixer, exponent, noise=0.0, lengths=(256, 1024, 4096, 1638
     return [synthetic("memory", mixer, rows=rows, value=exponent, metric="memory_slope")]
 
 
-def throughput(synthetic, ratios, backend="reference", lengths=(256, 512, 1024, 2048)):
+def throughput(
+    synthetic, ratios, backend="reference", lengths=(256, 512, 1024, 2048), device="cuda"
+):
     """Times over SDPA's: 1 for the rivals, ``ratios`` for GMA."""
-    how = {"sweep": "length", "scope": "layer", "pass": "forward_backward", "status": "ok"}
+    how = {
+        "sweep": "length", "scope": "layer", "pass": "forward_backward", "status": "ok",
+        "device": device,
+    }  # fmt: skip
     made = []
     for mixer in ("sdpa", "linear_transformer", "mamba"):
         rows = [how | {"seq_len": n, "ratio": 1.0} for n in lengths]
@@ -234,6 +239,17 @@ def test_cells_that_do_not_compare_decide_nothing(synthetic):
     found = verdict(records, "lm-beats-linear")
     assert found.outcome == "inconclusive"
     assert "training.steps" in found.deciding.why
+
+
+def test_a_rival_without_the_kernel_that_the_claim_names_decides_nothing(synthetic):
+    """Mamba on a CPU is a scan of torch's operators: slower or faster than that says nothing of its kernel."""
+    for ratios in ((1.5, 2.0, 3.0, 2.0), (0.1, 0.2, 0.3, 0.4)):
+        found = verdict(throughput(synthetic, ratios, device="cpu"), "throughput-behind")
+        (mamba,) = [effect for effect in found.effects if "Mamba" in effect.name]
+        assert mamba.outcome == "inconclusive"
+        assert "kernel on cuda alone, not on cpu" in mamba.why
+    assert found.outcome == "contradicted"  # by the others
+    assert "Mamba" not in found.deciding.name
 
 
 def test_a_failed_seed_is_named_and_leaves_its_pair_out(synthetic, make_failed):
