@@ -49,14 +49,16 @@ template <size_t... I> struct Fold {
 };
 template <size_t... I> Fold<I...> half_of(std::index_sequence<I...>);
 template <size_t N, class V> float total(V x) {
-    if constexpr (N == 2) return x[0] + x[1];
+    if constexpr (N == 2)
+        return x[0] + x[1];
     else {
         using Half = decltype(half_of(std::make_index_sequence<N / 2>()));
         return total<N / 2>(Half::low(x) + Half::high(x));
     }
 }
 template <size_t N, class V> float largest(V x) {
-    if constexpr (N == 2) return std::max(x[0], x[1]);
+    if constexpr (N == 2)
+        return std::max(x[0], x[1]);
     else {
         using Half = decltype(half_of(std::make_index_sequence<N / 2>()));
         const auto low = Half::low(x), high = Half::high(x);
@@ -89,7 +91,8 @@ struct View { // a tensor (B, H, N, width) whose last dimension is contiguous; s
     int64_t batch, head, token;
     float *at(int64_t b, int64_t h, int64_t n) const { return data + b * batch + h * head + n * token; }
     void fetch(int64_t b, int64_t h, int64_t n, int64_t width) const { // a hint; any address will do
-        for (int64_t c = 0; c < width; c += 16) __builtin_prefetch(at(b, h, n) + c, 0, 2);
+        for (int64_t c = 0; c < width; c += 16)
+            __builtin_prefetch(at(b, h, n) + c, 0, 2);
     }
 };
 
@@ -142,20 +145,24 @@ void columns(float *o, int64_t ldo, int64_t rows, const float *a, int64_t ra, in
     int64_t first = SHAPE == RESULT ? column / ROWS * ROWS : 0;
     for (int64_t row = first; row < rows; row += ROWS) {
         vec sum[ROWS][C];
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int c = 0; c < C; c++) sum[r][c] =
-            ADD ? load(o + (row + r) * ldo + c * LANES) : vec{};
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL
+            for (int c = 0; c < C; c++)
+                sum[r][c] = ADD ? load(o + (row + r) * ldo + c * LANES) : vec{};
         const int64_t begin = SHAPE == UPPER ? row : 0, end = SHAPE == LOWER ? std::min(n, row + ROWS) : n;
         const float *left = a + row * ra;
         for (int64_t j = begin; j < end; j++) {
             vec right[C];
-            UNROLL for (int c = 0; c < C; c++) right[c] = load(b + j * ldb + c * LANES);
+            UNROLL for (int c = 0; c < C; c++)
+                right[c] = load(b + j * ldb + c * LANES);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const float scale = left[r * ra + j * ja];
-                UNROLL for (int c = 0; c < C; c++) sum[r][c] += scale * right[c];
+                UNROLL for (int c = 0; c < C; c++)
+                    sum[r][c] += scale * right[c];
             }
         }
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int c = 0; c < C; c++)
-            store(o + (row + r) * ldo + c * LANES, sum[r][c]);
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL
+            for (int c = 0; c < C; c++)
+                store(o + (row + r) * ldo + c * LANES, sum[r][c]);
     }
 }
 
@@ -165,7 +172,8 @@ void product(float *o, int64_t rows, int64_t cols, const float *a, int64_t ra, i
     int64_t c = 0;
     for (; c + 2 * LANES <= cols; c += 2 * LANES)
         columns<2, ADD, SHAPE>(o + c, cols, rows, a, ra, ja, b + c, cols, n, c);
-    if (c < cols) columns<1, ADD, SHAPE>(o + c, cols, rows, a, ra, ja, b + c, cols, n, c);
+    if (c < cols)
+        columns<1, ADD, SHAPE>(o + c, cols, rows, a, ra, ja, b + c, cols, n, c);
 }
 
 // o (T, K) = bias − Σ_d (x − μ)² w; `terms` are (K / LANES, D, 2, LANES), in the order of their use: μ and w.
@@ -176,10 +184,12 @@ void log_densities(float *o, int64_t components, const float *x, int64_t width, 
     for (int64_t k = 0; k < components; k += LANES, terms += width * 2 * LANES)
         for (int64_t row = 0; row < TOKENS; row += SOME) {
             vec total[SOME];
-            UNROLL for (int r = 0; r < SOME; r++) total[r] = vec{};
+            UNROLL for (int r = 0; r < SOME; r++)
+                total[r] = vec{};
             for (int64_t first = 0; first < width; first += 8) { // a multiple of 8: see padded
                 vec sum[SOME];
-                UNROLL for (int r = 0; r < SOME; r++) sum[r] = vec{};
+                UNROLL for (int r = 0; r < SOME; r++)
+                    sum[r] = vec{};
                 UNROLL for (int64_t d = first; d < first + 8; d++) {
                     const vec m = load(terms + d * 2 * LANES), w = load(terms + (d * 2 + 1) * LANES);
                     UNROLL for (int r = 0; r < SOME; r++) {
@@ -187,33 +197,38 @@ void log_densities(float *o, int64_t components, const float *x, int64_t width, 
                         sum[r] += (difference * w) * difference;
                     }
                 }
-                UNROLL for (int r = 0; r < SOME; r++) total[r] += sum[r];
+                UNROLL for (int r = 0; r < SOME; r++)
+                    total[r] += sum[r];
             }
-            UNROLL for (int r = 0; r < SOME; r++) store(o + (row + r) * components + k, load(bias + k) - total[r]);
+            UNROLL for (int r = 0; r < SOME; r++)
+                store(o + (row + r) * components + k, load(bias + k) - total[r]);
         }
 }
 
 // In place of x: dx (T, D) = Σ_k dL (μ − x) / σ²; added up: Σ_n dL (x − μ) and Σ_n dL (x − μ)², both (K, D).
 // The three share their difference; a strip of tokens stays in registers while the components pass by.
-void logit_gradients(float *x, float *first, float *second, int64_t width, const float *grad, int64_t components,
-                     const float *mean, const float *precision) {
+void logit_gradients(float *x, float *first, float *second, int64_t width, const float *grad,
+                     int64_t components, const float *mean, const float *precision) {
     for (int64_t c = 0; c < width; c += LANES)
         for (int64_t row = 0; row < TOKENS; row += ROWS) {
             vec token[ROWS], sum[ROWS];
-            UNROLL for (int r = 0; r < ROWS; r++) token[r] = load(x + (row + r) * width + c), sum[r] = vec{};
+            UNROLL for (int r = 0; r < ROWS; r++)
+                token[r] = load(x + (row + r) * width + c), sum[r] = vec{};
             for (int64_t k = 0; k < components; k++) {
                 const int64_t at = k * width + c;
                 const vec m = load(mean + at), p = load(precision + at);
                 vec one = load(first + at), two = load(second + at);
                 UNROLL for (int r = 0; r < ROWS; r++) {
-                    const vec difference = token[r] - m, scaled = difference * grad[(row + r) * components + k];
+                    const vec difference = token[r] - m,
+                              scaled = difference * grad[(row + r) * components + k];
                     one += scaled;
                     two += scaled * difference;
                     sum[r] -= scaled * p;
                 }
                 store(first + at, one), store(second + at, two);
             }
-            UNROLL for (int r = 0; r < ROWS; r++) store(x + (row + r) * width + c, sum[r]);
+            UNROLL for (int r = 0; r < ROWS; r++)
+                store(x + (row + r) * width + c, sum[r]);
         }
 }
 
@@ -224,7 +239,8 @@ template <class Ahead> void softmax(float *rows, int64_t cols, Ahead ahead) {
     for (int64_t row = 0; row < TOKENS; row++, rows += cols) {
         ahead(row);
         vec top = load(rows);
-        for (int64_t c = LANES; c < cols; c += LANES) top = larger(load(rows + c), top);
+        for (int64_t c = LANES; c < cols; c += LANES)
+            top = larger(load(rows + c), top);
         const float most = largest(top);
         vec sum = {};
         for (int64_t c = 0; c < cols; c += LANES) {
@@ -233,22 +249,26 @@ template <class Ahead> void softmax(float *rows, int64_t cols, Ahead ahead) {
             sum += e;
         }
         const float scale = 1 / total(sum);
-        for (int64_t c = 0; c < cols; c += LANES) store(rows + c, load(rows + c) * scale);
+        for (int64_t c = 0; c < cols; c += LANES)
+            store(rows + c, load(rows + c) * scale);
     }
 }
 
 float dot(const float *a, const float *b, int64_t cols) {
     vec sum = {};
-    for (int64_t c = 0; c < cols; c += LANES) sum += load(a + c) * load(b + c);
+    for (int64_t c = 0; c < cols; c += LANES)
+        sum += load(a + c) * load(b + c);
     return total(sum);
 }
 
 void add_scaled(float *to, const float *from, float scale, int64_t cols) {
-    for (int64_t c = 0; c < cols; c += LANES) store(to + c, load(to + c) + load(from + c) * scale);
+    for (int64_t c = 0; c < cols; c += LANES)
+        store(to + c, load(to + c) + load(from + c) * scale);
 }
 
 void multiply(float *to, float scale, int64_t cols) {
-    for (int64_t c = 0; c < cols; c += LANES) store(to + c, load(to + c) * scale);
+    for (int64_t c = 0; c < cols; c += LANES)
+        store(to + c, load(to + c) * scale);
 }
 
 // g <- γ (g − Σ g γ), its column sums added to `sums`. The mean goes out twice: where one γ is nearly 1,
@@ -272,12 +292,14 @@ void softmax_backward(float *grad, const float *gamma, float *sums, int64_t cols
 }
 
 void add_rows(float *sums, const float *rows, int64_t cols) {
-    for (int64_t row = 0; row < TOKENS; row++) add_scaled(sums, rows + row * cols, 1, cols);
+    for (int64_t row = 0; row < TOKENS; row++)
+        add_scaled(sums, rows + row * cols, 1, cols);
 }
 
 void keep_lower(float *square) {
     for (int64_t row = 0; row < TOKENS; row++)
-        for (int64_t c = row + 1; c < TOKENS; c++) square[row * TOKENS + c] = 0;
+        for (int64_t c = row + 1; c < TOKENS; c++)
+            square[row * TOKENS + c] = 0;
 }
 
 // (rows, cols) -> (cols, rows), both multiples of LANES
@@ -285,7 +307,8 @@ void transpose(float *to, const float *from, int64_t rows, int64_t cols) {
     for (int64_t row = 0; row < rows; row += LANES)
         for (int64_t c = 0; c < cols; c++) {
             vec column;
-            UNROLL for (int i = 0; i < LANES; i++) column[i] = from[(row + i) * cols + c];
+            UNROLL for (int i = 0; i < LANES; i++)
+                column[i] = from[(row + i) * cols + c];
             store(to + c * rows + row, column);
         }
 }
@@ -295,35 +318,42 @@ void transpose(float *to, const float *from, int64_t rows, int64_t cols) {
 struct Mixture { // of one head, in the layouts that the products want
     int64_t width, K, D;
     float *terms, *constant; // see log_densities, and (K)
-    float *mean, *weight;                              // (K, D): gradients; null in forward
-    float *precision;                                  // (D): of one component
+    float *mean, *weight;    // (K, D): gradients; null in forward
+    float *precision;        // (D): of one component
 
     Mixture(const Call &call, Scratch &scratch, bool backward)
-        : width(call.width), K(padded(call.components)), D(padded(call.width)), terms(scratch.take(2 * K * D)), constant(scratch.take(K)),
+        : width(call.width), K(padded(call.components)), D(padded(call.width)),
+          terms(scratch.take(2 * K * D)), constant(scratch.take(K)),
           mean(backward ? scratch.take(K * D) : nullptr), weight(backward ? scratch.take(K * D) : nullptr),
           precision(scratch.take(D)) {}
 
     static int64_t size(const Call &call, bool backward) {
         const int64_t K = padded(call.components);
-        return 2 * K * padded(call.width) + K + padded(call.width) + (backward ? 2 * K * padded(call.width) : 0);
+        return 2 * K * padded(call.width) + K + padded(call.width) +
+               (backward ? 2 * K * padded(call.width) : 0);
     }
 
     void set(Call &call, int64_t head) {
         const float *means = call.means + head * call.components * width;
         const float *variances = call.variances + head * call.components * width;
         bool too_large = false;
-        if (mean) std::memset(mean, 0, 4 * K * D), std::memset(weight, 0, 4 * K * D);
+        if (mean)
+            std::memset(mean, 0, 4 * K * D), std::memset(weight, 0, 4 * K * D);
         std::memset(terms, 0, 8 * K * D);
-        for (int64_t k = 0; k < K; k++) constant[k] = -1e30f; // what pads K is never chosen
+        for (int64_t k = 0; k < K; k++)
+            constant[k] = -1e30f; // what pads K is never chosen
         for (int64_t k = 0; k < call.components; k++, means += width, variances += width) {
-            for (int64_t d = 0; d < width; d++) precision[d] = 1 / variances[d];
+            for (int64_t d = 0; d < width; d++)
+                precision[d] = 1 / variances[d];
             double logs = 0, determinant = 1; // of a few at a time: logarithms are slow
             for (int64_t d = 0; d < width; d++) {
-                too_large |= !(std::fabs(means[d]) <= LARGEST && variances[d] <= LARGEST && variances[d] * LARGEST >= 1);
+                too_large |= !(std::fabs(means[d]) <= LARGEST && variances[d] <= LARGEST &&
+                               variances[d] * LARGEST >= 1);
                 float *term = terms + (k / LANES * D + d) * 2 * LANES + k % LANES;
                 term[0] = means[d], term[LANES] = 0.5f * precision[d];
                 determinant *= variances[d];
-                if (d % 16 == 15) logs += std::log(determinant), determinant = 1;
+                if (d % 16 == 15)
+                    logs += std::log(determinant), determinant = 1;
             }
             logs += std::log(determinant);
             if (mean) {
@@ -333,7 +363,8 @@ struct Mixture { // of one head, in the layouts that the products want
             constant[k] = call.log_priors[head * call.components + k] - 0.5 * logs;
             too_large |= !(std::fabs(constant[k]) <= 1e30f);
         }
-        if (too_large) call.too_large = 1;
+        if (too_large)
+            call.too_large = 1;
     }
 
     template <class Ahead>
@@ -343,7 +374,8 @@ struct Mixture { // of one head, in the layouts that the products want
     }
 };
 
-// Copy tokens first … first+count of one sequence to (TOKENS, padded width); what is absent or masked is zero.
+// Copy tokens first … first+count of one sequence to (TOKENS, padded width); what is absent or masked is
+// zero.
 void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t first, int64_t count,
           int64_t width, bool keys) {
     const int64_t size = padded(width);
@@ -356,31 +388,38 @@ void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t
         }
         std::memcpy(to, from.at(b, h, first + n), 4 * width);
         std::memset(to + width, 0, 4 * (size - width));
-        for (int64_t c = 0; c < size; c += LANES) top = larger(larger(load(to + c), -load(to + c)), top);
+        for (int64_t c = 0; c < size; c += LANES)
+            top = larger(larger(load(to + c), -load(to + c)), top);
     }
-    if (!(largest(top) <= LARGEST)) call.too_large = 1;
+    if (!(largest(top) <= LARGEST))
+        call.too_large = 1;
 }
 
-void put(const View &to, const float *from, int64_t b, int64_t h, int64_t first, int64_t count, int64_t width) {
-    for (int64_t n = 0; n < count; n++) std::memcpy(to.at(b, h, first + n), from + n * padded(width), 4 * width);
+void put(const View &to, const float *from, int64_t b, int64_t h, int64_t first, int64_t count,
+         int64_t width) {
+    for (int64_t n = 0; n < count; n++)
+        std::memcpy(to.at(b, h, first + n), from + n * padded(width), 4 * width);
 }
 
 // Zero the responsibilities of tokens that are absent or masked.
 void clear(const Call &call, float *gamma, int64_t b, int64_t first, int64_t count, int64_t K) {
     const uint8_t *mask = call.key_mask ? call.key_mask + b * call.keys.length + first : nullptr;
     for (int64_t n = 0; n < TOKENS; n++)
-        if (n >= count || (mask && !mask[n])) std::memset(gamma + n * K, 0, 4 * K);
+        if (n >= count || (mask && !mask[n]))
+            std::memset(gamma + n * K, 0, 4 * K);
 }
 
 // (K, E) of the tensors between the passes -> (padded K, padded E), added to or set.
 void expand(float *to, const float *from, int64_t rows, int64_t width) {
     const int64_t size = padded(width);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < width; c++) to[r * size + c] += from[r * width + c];
+        for (int64_t c = 0; c < width; c++)
+            to[r * size + c] += from[r * width + c];
 }
 
 void compact(float *to, const float *from, int64_t rows, int64_t width) {
-    for (int64_t r = 0; r < rows; r++) std::memcpy(to + r * width, from + r * padded(width), 4 * width);
+    for (int64_t r = 0; r < rows; r++)
+        std::memcpy(to + r * width, from + r * padded(width), 4 * width);
 }
 
 struct Span { // tokens [first, last) of one split
@@ -397,7 +436,8 @@ template <class Work> void each_task(Call &call, const Side &side, Work work) {
     const int64_t units = call.batch * side.splits, tasks = call.heads * side.parts;
     for (;;) {
         const int64_t task = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED);
-        if (task >= tasks) return;
+        if (task >= tasks)
+            return;
         const int64_t head = task % call.heads, part = task / call.heads;
         work(head, part, units * part / side.parts, units * (part + 1) / side.parts);
     }
@@ -414,7 +454,9 @@ struct Sums { // of a part, for the gradients of the mixture: Σ dL (x − μ), 
         const int64_t K = padded(call.components);
         return 2 * K * padded(call.width) + K;
     }
-    void clear() { std::memset(first, 0, 4 * K * D), std::memset(second, 0, 4 * K * D), std::memset(constant, 0, 4 * K); }
+    void clear() {
+        std::memset(first, 0, 4 * K * D), std::memset(second, 0, 4 * K * D), std::memset(constant, 0, 4 * K);
+    }
 
     void add_to(const Call &call, int64_t head, int64_t part) const {
         const int64_t rows = call.components, width = call.width;
@@ -439,8 +481,8 @@ struct Memory {
     int64_t K, E;
     float *values, *scale, *bias; // (K, E), (K), (K)
     Memory(const Call &call, Scratch &scratch)
-        : K(padded(call.components)), E(padded(call.value_width)), values(scratch.take(K * E)), scale(scratch.take(K)),
-          bias(scratch.take(K)) {}
+        : K(padded(call.components)), E(padded(call.value_width)), values(scratch.take(K * E)),
+          scale(scratch.take(K)), bias(scratch.take(K)) {}
     static int64_t size(const Call &call) {
         const int64_t K = padded(call.components);
         return K * padded(call.value_width) + 2 * K;
@@ -516,8 +558,9 @@ void read(Call &call, Scratch scratch) { // O = Γ_Q Ṽ / (Γ_Q Z + ε)
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
                 take(call, x, call.q, b, h, first, count, call.width, false);
-                mixture.responsibilities(weights, x, memory.bias,
-                                         [&](int64_t n) { call.q.fetch(b, h, first + TOKENS + n, call.width); });
+                mixture.responsibilities(weights, x, memory.bias, [&](int64_t n) {
+                    call.q.fetch(b, h, first + TOKENS + n, call.width);
+                });
                 product<false>(out, TOKENS, E, weights, K, 1, memory.values, K);
                 put(call.out, out, b, h, first, count, call.value_width);
             }
@@ -527,7 +570,8 @@ void read(Call &call, Scratch scratch) { // O = Γ_Q Ṽ / (Γ_Q Z + ε)
 
 int64_t read_backward_size(const Call &call) {
     const int64_t K = padded(call.components), D = padded(call.width), E = padded(call.value_width);
-    return Mixture::size(call, true) + Sums::size(call) + Memory::size(call) + TOKENS * (D + 2 * K + E) + 2 * K * E + K;
+    return Mixture::size(call, true) + Sums::size(call) + Memory::size(call) + TOKENS * (D + 2 * K + E) +
+           2 * K * E + K;
 }
 
 void read_backward(Call &call, Scratch scratch) {
@@ -535,7 +579,8 @@ void read_backward(Call &call, Scratch scratch) {
     Sums sums(call, scratch);
     Memory memory(call, scratch);
     const int64_t K = mixture.K, D = mixture.D, E = memory.E;
-    float *x = scratch.take(TOKENS * D), *weights = scratch.take(TOKENS * K), *grad = scratch.take(TOKENS * K);
+    float *x = scratch.take(TOKENS * D), *weights = scratch.take(TOKENS * K),
+          *grad = scratch.take(TOKENS * K);
     float *upstream = scratch.take(TOKENS * E);
     float *by_width = scratch.take(K * E), *grad_values = scratch.take(K * E), *grad_bias = scratch.take(K);
     each_task(call, call.queries, [&](int64_t h, int64_t part, int64_t unit, int64_t last_unit) {
@@ -561,7 +606,8 @@ void read_backward(Call &call, Scratch scratch) {
                 logits_backward(mixture, sums, grad, x);
                 put(call.grad_q, x, b, h, first, count, call.width);
             }
-            for (int64_t k = 0; k < K; k++) sums.constant[k] += grad_bias[k];
+            for (int64_t k = 0; k < K; k++)
+                sums.constant[k] += grad_bias[k];
             // of Ṽ and Z, which U and log(Z + ε) are made of
             const int64_t at = ((split * call.batch + b) * call.heads + h) * call.components;
             for (int64_t k = 0; k < call.components; k++) {
@@ -610,7 +656,8 @@ void write_backward(Call &call, Scratch scratch) {
                 });
                 clear(call, gamma, b, first, count, K);
                 product<false>(grad, TOKENS, K, v, E, 1, by_width, E);
-                for (int64_t n = 0; n < TOKENS; n++) add_scaled(grad + n * K, bias, 1, K);
+                for (int64_t n = 0; n < TOKENS; n++)
+                    add_scaled(grad + n * K, bias, 1, K);
                 product<false>(v, TOKENS, E, gamma, K, 1, memory, K);
                 put(call.grad_v, v, b, h, first, count, call.value_width);
                 softmax_backward(grad, gamma, sums.constant, K);
@@ -626,17 +673,20 @@ void write_backward(Call &call, Scratch scratch) {
 
 // A sequence is one unit: chunks follow one another, each with the state of all before it.
 
-int64_t saved_states(const Call &call) { return (call.queries.length + CHUNKS * TOKENS - 1) / (CHUNKS * TOKENS); }
+int64_t saved_states(const Call &call) {
+    return (call.queries.length + CHUNKS * TOKENS - 1) / (CHUNKS * TOKENS);
+}
 
 // Affinity Γ_Q Γ_Kᵀ of a chunk, zero above the diagonal, and the denominators of its reads.
-void affinities(float *affinity, float *denominator, const float *gamma_q, const float *gamma_k, const float *mass,
-                float *by_component, int64_t K, float eps) {
+void affinities(float *affinity, float *denominator, const float *gamma_q, const float *gamma_k,
+                const float *mass, float *by_component, int64_t K, float eps) {
     transpose(by_component, gamma_k, TOKENS, K);
     product<false, RESULT>(affinity, TOKENS, TOKENS, gamma_q, K, 1, by_component, K);
     keep_lower(affinity);
     for (int64_t n = 0; n < TOKENS; n++) {
         vec sum = {};
-        for (int64_t c = 0; c <= n; c += LANES) sum += load(affinity + n * TOKENS + c);
+        for (int64_t c = 0; c <= n; c += LANES)
+            sum += load(affinity + n * TOKENS + c);
         denominator[n] = total(sum) + dot(gamma_q + n * K, mass, K) + eps;
     }
 }
@@ -649,7 +699,8 @@ int64_t causal_size(const Call &call) {
 void causal(Call &call, Scratch scratch) {
     Mixture mixture(call, scratch, false);
     const int64_t K = mixture.K, D = mixture.D, E = padded(call.value_width);
-    float *x = scratch.take(TOKENS * D), *gamma_q = scratch.take(TOKENS * K), *gamma_k = scratch.take(TOKENS * K);
+    float *x = scratch.take(TOKENS * D), *gamma_q = scratch.take(TOKENS * K),
+          *gamma_k = scratch.take(TOKENS * K);
     float *by_component = scratch.take(K * TOKENS), *affinity = scratch.take(TOKENS * TOKENS);
     float *denominator = scratch.take(TOKENS), *v = scratch.take(TOKENS * E), *out = scratch.take(TOKENS * E);
     float *state = scratch.take(K * E), *mass = scratch.take(K);
@@ -666,8 +717,9 @@ void causal(Call &call, Scratch scratch) {
                     std::memcpy(call.mass + at, mass, 4 * call.components);
                 }
                 take(call, x, call.q, b, h, first, count, call.width, false);
-                mixture.responsibilities(gamma_q, x, mixture.constant,
-                                         [&](int64_t n) { call.q.fetch(b, h, first + TOKENS + n, call.width); });
+                mixture.responsibilities(gamma_q, x, mixture.constant, [&](int64_t n) {
+                    call.q.fetch(b, h, first + TOKENS + n, call.width);
+                });
                 take(call, x, call.k, b, h, first, count, call.width, true);
                 take(call, v, call.v, b, h, first, count, call.value_width, true);
                 mixture.responsibilities(gamma_k, x, mixture.constant, [&](int64_t n) {
@@ -678,7 +730,8 @@ void causal(Call &call, Scratch scratch) {
                 affinities(affinity, denominator, gamma_q, gamma_k, mass, by_component, K, call.eps);
                 product<false>(out, TOKENS, E, gamma_q, K, 1, state, K);
                 product<true, LOWER>(out, TOKENS, E, affinity, TOKENS, 1, v, TOKENS);
-                for (int64_t n = 0; n < count; n++) multiply(out + n * E, 1 / denominator[n], E);
+                for (int64_t n = 0; n < count; n++)
+                    multiply(out + n * E, 1 / denominator[n], E);
                 put(call.out, out, b, h, first, count, call.value_width);
                 product<true>(state, K, E, gamma_k, 1, K, v, TOKENS);
                 add_rows(mass, gamma_k, K);
@@ -697,12 +750,14 @@ void causal_backward(Call &call, Scratch scratch) {
     Mixture mixture(call, scratch, true);
     Sums sums(call, scratch);
     const int64_t K = mixture.K, D = mixture.D, E = padded(call.value_width);
-    float *gammas = scratch.take(CHUNKS * TOKENS * K);                                          // of the keys
-    float *states = scratch.take(CHUNKS * E * K), *masses = scratch.take(CHUNKS * K);           // before each chunk
+    float *gammas = scratch.take(CHUNKS * TOKENS * K);                                // of the keys
+    float *states = scratch.take(CHUNKS * E * K), *masses = scratch.take(CHUNKS * K); // before each chunk
     float *later_by_width = scratch.take(E * K), *later = scratch.take(K * E), *later_mass = scratch.take(K);
-    float *x = scratch.take(TOKENS * D), *gamma_q = scratch.take(TOKENS * K), *by_component = scratch.take(K * TOKENS);
+    float *x = scratch.take(TOKENS * D), *gamma_q = scratch.take(TOKENS * K),
+          *by_component = scratch.take(K * TOKENS);
     float *grad_query = scratch.take(TOKENS * K), *grad_key = scratch.take(TOKENS * K);
-    float *v = scratch.take(TOKENS * E), *v_by_width = scratch.take(E * TOKENS), *grad_v = scratch.take(TOKENS * E);
+    float *v = scratch.take(TOKENS * E), *v_by_width = scratch.take(E * TOKENS),
+          *grad_v = scratch.take(TOKENS * E);
     float *upstream = scratch.take(TOKENS * E), *affinity = scratch.take(TOKENS * TOKENS);
     float *grad_affinity = scratch.take(TOKENS * TOKENS), *denominator = scratch.take(TOKENS);
     float *grad_denominator = scratch.take(TOKENS);
@@ -716,8 +771,10 @@ void causal_backward(Call &call, Scratch scratch) {
         std::memset(states, 0, 4 * E * K);
         const float *from = call.written + at * call.value_width;
         for (int64_t k = 0; k < call.components; k++)
-            for (int64_t e = 0; e < call.value_width; e++) states[e * K + k] = from[k * call.value_width + e];
-        const int64_t start = index * CHUNKS * TOKENS, chunks = std::min(CHUNKS, (length - start + TOKENS - 1) / TOKENS);
+            for (int64_t e = 0; e < call.value_width; e++)
+                states[e * K + k] = from[k * call.value_width + e];
+        const int64_t start = index * CHUNKS * TOKENS,
+                      chunks = std::min(CHUNKS, (length - start + TOKENS - 1) / TOKENS);
         for (int64_t c = 0; c < chunks; c++) {
             const int64_t first = start + c * TOKENS, count = std::min(TOKENS, length - first);
             float *gamma = gammas + c * TOKENS * K;
@@ -727,7 +784,8 @@ void causal_backward(Call &call, Scratch scratch) {
                 call.v.fetch(b, h, first + n, call.value_width);
             });
             clear(call, gamma, b, first, count, K);
-            if (c + 1 == chunks) break;
+            if (c + 1 == chunks)
+                break;
             take(call, v, call.v, b, h, first, count, call.value_width, true);
             std::memcpy(states + (c + 1) * E * K, states + c * E * K, 4 * E * K);
             std::memcpy(masses + (c + 1) * K, masses + c * K, 4 * K);
@@ -744,7 +802,8 @@ void causal_backward(Call &call, Scratch scratch) {
             std::memset(later_by_width, 0, 4 * K * E), std::memset(later_mass, 0, 4 * K);
             for (int64_t index = saved_states(call) - 1; index >= 0; index--) {
                 for (int64_t c = forward(h, b, index) - 1; c >= 0; c--) {
-                    const int64_t first = (index * CHUNKS + c) * TOKENS, count = std::min(TOKENS, length - first);
+                    const int64_t first = (index * CHUNKS + c) * TOKENS,
+                                  count = std::min(TOKENS, length - first);
                     const float *gamma_k = gammas + c * TOKENS * K, *mass = masses + c * K;
                     take(call, x, call.q, b, h, first, count, call.width, false);
                     take(call, v, call.v, b, h, first, count, call.value_width, true);
@@ -756,7 +815,8 @@ void causal_backward(Call &call, Scratch scratch) {
                         call.grad_out.fetch(b, h, first - TOKENS + n, call.value_width);
                     });
                     affinities(affinity, denominator, gamma_q, gamma_k, mass, by_component, K, call.eps);
-                    for (int64_t n = 0; n < TOKENS; n++) multiply(upstream + n * E, 1 / denominator[n], E);
+                    for (int64_t n = 0; n < TOKENS; n++)
+                        multiply(upstream + n * E, 1 / denominator[n], E);
                     // of the affinity and of the queries' responsibilities
                     transpose(v_by_width, v, TOKENS, E);
                     product<false, RESULT>(grad_affinity, TOKENS, TOKENS, upstream, E, 1, v_by_width, E);
@@ -764,9 +824,11 @@ void causal_backward(Call &call, Scratch scratch) {
                     keep_lower(grad_affinity);
                     for (int64_t n = 0; n < TOKENS; n++) {
                         float *row = grad_affinity + n * TOKENS;
-                        const float inner = dot(row, affinity + n * TOKENS, TOKENS) + dot(grad_query + n * K, gamma_q + n * K, K);
+                        const float inner = dot(row, affinity + n * TOKENS, TOKENS) +
+                                            dot(grad_query + n * K, gamma_q + n * K, K);
                         const float grad = grad_denominator[n] = -inner / denominator[n];
-                        for (int64_t j = 0; j <= n; j++) row[j] += grad;
+                        for (int64_t j = 0; j <= n; j++)
+                            row[j] += grad;
                         add_scaled(grad_query + n * K, mass, grad, K);
                     }
                     product<true, LOWER>(grad_query, TOKENS, K, grad_affinity, TOKENS, 1, gamma_k, TOKENS);
@@ -777,10 +839,12 @@ void causal_backward(Call &call, Scratch scratch) {
                     put(call.grad_v, grad_v, b, h, first, count, call.value_width);
                     product<false>(grad_key, TOKENS, K, v, E, 1, later_by_width, E);
                     product<true, UPPER>(grad_key, TOKENS, K, grad_affinity, 1, TOKENS, gamma_q, TOKENS);
-                    for (int64_t n = 0; n < TOKENS; n++) add_scaled(grad_key + n * K, later_mass, 1, K);
+                    for (int64_t n = 0; n < TOKENS; n++)
+                        add_scaled(grad_key + n * K, later_mass, 1, K);
                     // what earlier chunks will want
                     product<true>(later_by_width, E, K, upstream, 1, E, gamma_q, TOKENS);
-                    for (int64_t n = 0; n < TOKENS; n++) add_scaled(later_mass, gamma_q + n * K, grad_denominator[n], K);
+                    for (int64_t n = 0; n < TOKENS; n++)
+                        add_scaled(later_mass, gamma_q + n * K, grad_denominator[n], K);
                     // of the logits
                     softmax_backward(grad_query, gamma_q, sums.constant, K);
                     logits_backward(mixture, sums, grad_query, x);
@@ -804,7 +868,8 @@ void finish(Call &call, Scratch) {
         for (int64_t k = 0; k < rows; k++) {
             auto sum = [&](int64_t at) {
                 double result = 0;
-                for (int64_t p = 0; p < parts; p++) result += call.sums[(p * call.heads + h) * size + at];
+                for (int64_t p = 0; p < parts; p++)
+                    result += call.sums[(p * call.heads + h) * size + at];
                 return result;
             };
             const double constant = sum(2 * rows * width + k);
@@ -813,7 +878,8 @@ void finish(Call &call, Scratch) {
                 const int64_t at = (h * rows + k) * width + d;
                 const double precision = 1.0 / call.variances[at];
                 call.grad_means[at] = sum(k * width + d) * precision;
-                call.grad_variances[at] = 0.5 * (sum((rows + k) * width + d) * precision - constant) * precision;
+                call.grad_variances[at] =
+                    0.5 * (sum((rows + k) * width + d) * precision - constant) * precision;
             }
         }
 }
@@ -822,9 +888,14 @@ struct Step {
     void (*run)(Call &, Scratch);
     int64_t (*size)(const Call &);
 };
-const Step STEPS[] = { // native.py: STEPS
-    {write, write_size}, {read, read_size}, {read_backward, read_backward_size}, {write_backward, write_backward_size},
-    {causal, causal_size}, {causal_backward, causal_backward_size},
+const Step STEPS[] = {
+    // native.py: STEPS
+    {write, write_size},
+    {read, read_size},
+    {read_backward, read_backward_size},
+    {write_backward, write_backward_size},
+    {causal, causal_size},
+    {causal_backward, causal_backward_size},
     {finish, [](const Call &) -> int64_t { return 0; }},
 };
 

@@ -75,13 +75,15 @@ def library() -> ctypes.CDLL:
         Unavailable: no compiler, or it refuses.
     """
     found = compiler()
-    if found is None:
+    if found is None or os.name != "posix":
         raise Unavailable("no C++ compiler was found (CXX, c++ or g++)")
     parts = SOURCE.read_text(), *FLAGS, found, compiler_version(), processor()
     name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"gma_bench-{os.getuid()}"):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():
+                raise PermissionError(f"{folder} belongs to somebody else, and what is in it may")
             if not (folder / name).exists():
                 build(found, folder / name)
             return load(folder / name)
@@ -281,7 +283,8 @@ def run(step: int, call: Call, tasks: int) -> None:
     threads = 1 if start is None else max(1, min(torch.get_num_threads(), tasks))
     call.step, call.workers, call.next = step, 0, 0
     call.scratch_size = code.gma_scratch(ctypes.byref(call))
-    scratch = torch.empty(threads * call.scratch_size)  # by torch, so that profilers see it
+    size = threads * call.scratch_size
+    scratch = torch.empty(size, dtype=torch.float32, device="cpu")  # by torch: profilers see it
     call.scratch = scratch.data_ptr()
     if threads == 1:
         code.gma_work(ctypes.byref(call))

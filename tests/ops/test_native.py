@@ -137,6 +137,19 @@ def test_any_strides_will_do(layout: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_defaults_of_the_process_are_not_its_own() -> None:
+    case = make(n=70)
+    want = evaluate(case, "native", torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            leaves = [t.to("cpu", torch.float32).requires_grad_() for t in case.tensors]
+            got = gma(*leaves, backend="native")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got.detach().double(), want[0])
+
+
 # ---------------------------------------------------------------- as an operator
 
 
