@@ -101,6 +101,7 @@ def test_it_finds_the_order_that_is_in_the_data() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes on an idle machine, more beside other work
 @pytest.mark.parametrize("mixer", ["gma", "sdpa"])
 def test_language_models_beat_it_on_wikitext(
     shared_data: Path, tmp_path: Path, cache_dir: Path, mixer: str
