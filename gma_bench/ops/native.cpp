@@ -119,16 +119,25 @@ extern "C" struct Call { // as native.py declares it
     int64_t workers;      // how many have begun
     int64_t next;         // the next task
     int64_t too_large;    // set where a number was met that float32 may not bear
+
+    // Where a split or saved state of a sequence and head lies, in components.
+    int64_t place(int64_t split, int64_t b, int64_t h) const {
+        return ((split * batch + b) * heads + h) * components;
+    }
 };
 
 namespace {
 
-struct Scratch { // hands out a worker's memory from the front
-    float *free;
+// Hands out a worker's memory from the front. A step takes all that it needs first; where scratch only
+// counts, it goes no further.
+struct Scratch {
+    float *start;
+    bool counts;
+    int64_t used = 0; // floats, in whole cache lines
     float *take(int64_t floats) {
-        float *start = free;
-        free += (floats + 15) / 16 * 16;
-        return start;
+        float *piece = counts ? nullptr : start + used;
+        used += (floats + 15) / 16 * 16;
+        return piece;
     }
 };
 
@@ -327,12 +336,6 @@ struct Mixture { // of one head, in the layouts that the products want
           mean(backward ? scratch.take(K * D) : nullptr), weight(backward ? scratch.take(K * D) : nullptr),
           precision(scratch.take(D)) {}
 
-    static int64_t size(const Call &call, bool backward) {
-        const int64_t K = padded(call.components);
-        return 2 * K * padded(call.width) + K + padded(call.width) +
-               (backward ? 2 * K * padded(call.width) : 0);
-    }
-
     void set(Call &call, int64_t head) {
         const float *means = call.means + head * call.components * width;
         const float *variances = call.variances + head * call.components * width;
@@ -409,7 +412,19 @@ void clear(const Call &call, float *gamma, int64_t b, int64_t first, int64_t cou
             std::memset(gamma + n * K, 0, 4 * K);
 }
 
-// (K, E) of the tensors between the passes -> (padded K, padded E), added to or set.
+// A block of keys and values, and the keys' responsibilities.
+void take_keys(Call &call, const Mixture &mixture, float *x, float *v, float *gamma, int64_t b, int64_t h,
+               int64_t first, int64_t count) {
+    take(call, x, call.k, b, h, first, count, call.width, true);
+    take(call, v, call.v, b, h, first, count, call.value_width, true);
+    mixture.responsibilities(gamma, x, mixture.constant, [&](int64_t n) {
+        call.k.fetch(b, h, first + TOKENS + n, call.width);
+        call.v.fetch(b, h, first + TOKENS + n, call.value_width);
+    });
+    clear(call, gamma, b, first, count, mixture.K);
+}
+
+// (K, E) of the tensors between the passes, added to (padded K, padded E); and back.
 void expand(float *to, const float *from, int64_t rows, int64_t width) {
     const int64_t size = padded(width);
     for (int64_t r = 0; r < rows; r++)
@@ -450,10 +465,6 @@ struct Sums { // of a part, for the gradients of the mixture: Σ dL (x − μ), 
     Sums(const Call &call, Scratch &scratch) : K(padded(call.components)), D(padded(call.width)) {
         first = scratch.take(K * D), second = scratch.take(K * D), constant = scratch.take(K);
     }
-    static int64_t size(const Call &call) {
-        const int64_t K = padded(call.components);
-        return 2 * K * padded(call.width) + K;
-    }
     void clear() {
         std::memset(first, 0, 4 * K * D), std::memset(second, 0, 4 * K * D), std::memset(constant, 0, 4 * K);
     }
@@ -483,14 +494,10 @@ struct Memory {
     Memory(const Call &call, Scratch &scratch)
         : K(padded(call.components)), E(padded(call.value_width)), values(scratch.take(K * E)),
           scale(scratch.take(K)), bias(scratch.take(K)) {}
-    static int64_t size(const Call &call) {
-        const int64_t K = padded(call.components);
-        return K * padded(call.value_width) + 2 * K;
-    }
     void set(const Call &call, const Mixture &mixture, int64_t b, int64_t h) {
         std::memset(values, 0, 4 * K * E), std::memset(scale, 0, 4 * K);
         for (int64_t s = 0; s < call.keys.splits; s++) {
-            const int64_t at = ((s * call.batch + b) * call.heads + h) * call.components;
+            const int64_t at = call.place(s, b, h);
             expand(values, call.written + at * call.value_width, call.components, call.value_width);
             expand(scale, call.mass + at, 1, call.components);
         }
@@ -504,16 +511,13 @@ struct Memory {
 
 // ------------------------------------------------------------------------------------ bidirectional
 
-int64_t write_size(const Call &call) {
-    const int64_t K = padded(call.components), D = padded(call.width), E = padded(call.value_width);
-    return Mixture::size(call, false) + TOKENS * (D + K + E) + K * E + K;
-}
-
-void write(Call &call, Scratch scratch) { // Ṽ = Γ_Kᵀ V, Z = Γ_Kᵀ 1
+void write(Call &call, Scratch &scratch) { // Ṽ = Γ_Kᵀ V, Z = Γ_Kᵀ 1
     Mixture mixture(call, scratch, false);
     const int64_t K = mixture.K, D = mixture.D, E = padded(call.value_width);
     float *x = scratch.take(TOKENS * D), *gamma = scratch.take(TOKENS * K), *v = scratch.take(TOKENS * E);
     float *written = scratch.take(K * E), *mass = scratch.take(K);
+    if (scratch.counts)
+        return;
     each_task(call, call.keys, [&](int64_t h, int64_t, int64_t unit, int64_t last_unit) {
         mixture.set(call, h);
         for (; unit < last_unit; unit++) {
@@ -522,33 +526,24 @@ void write(Call &call, Scratch scratch) { // Ṽ = Γ_Kᵀ V, Z = Γ_Kᵀ 1
             std::memset(written, 0, 4 * K * E), std::memset(mass, 0, 4 * K);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
-                take(call, x, call.k, b, h, first, count, call.width, true);
-                take(call, v, call.v, b, h, first, count, call.value_width, true);
-                mixture.responsibilities(gamma, x, mixture.constant, [&](int64_t n) {
-                    call.k.fetch(b, h, first + TOKENS + n, call.width);
-                    call.v.fetch(b, h, first + TOKENS + n, call.value_width);
-                });
-                clear(call, gamma, b, first, count, K);
+                take_keys(call, mixture, x, v, gamma, b, h, first, count);
                 product<true>(written, K, E, gamma, 1, K, v, TOKENS);
                 add_rows(mass, gamma, K);
             }
-            const int64_t at = ((split * call.batch + b) * call.heads + h) * call.components;
+            const int64_t at = call.place(split, b, h);
             compact(call.written + at * call.value_width, written, call.components, call.value_width);
             std::memcpy(call.mass + at, mass, 4 * call.components);
         }
     });
 }
 
-int64_t read_size(const Call &call) {
-    const int64_t K = padded(call.components), D = padded(call.width), E = padded(call.value_width);
-    return Mixture::size(call, false) + Memory::size(call) + TOKENS * (D + K + E);
-}
-
-void read(Call &call, Scratch scratch) { // O = Γ_Q Ṽ / (Γ_Q Z + ε)
+void read(Call &call, Scratch &scratch) { // O = Γ_Q Ṽ / (Γ_Q Z + ε)
     Mixture mixture(call, scratch, false);
     Memory memory(call, scratch);
     const int64_t K = mixture.K, D = mixture.D, E = memory.E;
     float *x = scratch.take(TOKENS * D), *weights = scratch.take(TOKENS * K), *out = scratch.take(TOKENS * E);
+    if (scratch.counts)
+        return;
     each_task(call, call.queries, [&](int64_t h, int64_t, int64_t unit, int64_t last_unit) {
         mixture.set(call, h);
         for (; unit < last_unit; unit++) {
@@ -568,13 +563,7 @@ void read(Call &call, Scratch scratch) { // O = Γ_Q Ṽ / (Γ_Q Z + ε)
     });
 }
 
-int64_t read_backward_size(const Call &call) {
-    const int64_t K = padded(call.components), D = padded(call.width), E = padded(call.value_width);
-    return Mixture::size(call, true) + Sums::size(call) + Memory::size(call) + TOKENS * (D + 2 * K + E) +
-           2 * K * E + K;
-}
-
-void read_backward(Call &call, Scratch scratch) {
+void read_backward(Call &call, Scratch &scratch) {
     Mixture mixture(call, scratch, true);
     Sums sums(call, scratch);
     Memory memory(call, scratch);
@@ -583,6 +572,8 @@ void read_backward(Call &call, Scratch scratch) {
           *grad = scratch.take(TOKENS * K);
     float *upstream = scratch.take(TOKENS * E);
     float *by_width = scratch.take(K * E), *grad_values = scratch.take(K * E), *grad_bias = scratch.take(K);
+    if (scratch.counts)
+        return;
     each_task(call, call.queries, [&](int64_t h, int64_t part, int64_t unit, int64_t last_unit) {
         mixture.set(call, h);
         sums.clear();
@@ -609,7 +600,7 @@ void read_backward(Call &call, Scratch scratch) {
             for (int64_t k = 0; k < K; k++)
                 sums.constant[k] += grad_bias[k];
             // of Ṽ and Z, which U and log(Z + ε) are made of
-            const int64_t at = ((split * call.batch + b) * call.heads + h) * call.components;
+            const int64_t at = call.place(split, b, h);
             for (int64_t k = 0; k < call.components; k++) {
                 const float inner = dot(grad_values + k * E, memory.values + k * E, E);
                 call.grad_bias[at + k] = (grad_bias[k] - inner) / memory.scale[k];
@@ -621,18 +612,15 @@ void read_backward(Call &call, Scratch scratch) {
     });
 }
 
-int64_t write_backward_size(const Call &call) {
-    const int64_t K = padded(call.components), D = padded(call.width), E = padded(call.value_width);
-    return Mixture::size(call, true) + Sums::size(call) + TOKENS * (D + 2 * K + E) + 2 * K * E + K;
-}
-
-void write_backward(Call &call, Scratch scratch) {
+void write_backward(Call &call, Scratch &scratch) {
     Mixture mixture(call, scratch, true);
     Sums sums(call, scratch);
     const int64_t K = mixture.K, D = mixture.D, E = padded(call.value_width);
     float *x = scratch.take(TOKENS * D), *gamma = scratch.take(TOKENS * K), *grad = scratch.take(TOKENS * K);
     float *v = scratch.take(TOKENS * E);
     float *memory = scratch.take(K * E), *by_width = scratch.take(K * E), *bias = scratch.take(K);
+    if (scratch.counts)
+        return;
     each_task(call, call.keys, [&](int64_t h, int64_t part, int64_t unit, int64_t last_unit) {
         mixture.set(call, h);
         sums.clear();
@@ -641,20 +629,14 @@ void write_backward(Call &call, Scratch scratch) {
             const Span span(call.keys, unit % call.keys.splits);
             std::memset(memory, 0, 4 * K * E), std::memset(bias, 0, 4 * K);
             for (int64_t s = 0; s < call.queries.splits; s++) {
-                const int64_t at = ((s * call.batch + b) * call.heads + h) * call.components;
+                const int64_t at = call.place(s, b, h);
                 expand(memory, call.grad_memory + at * call.value_width, call.components, call.value_width);
                 expand(bias, call.grad_bias + at, 1, call.components);
             }
             transpose(by_width, memory, K, E);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
-                take(call, x, call.k, b, h, first, count, call.width, true);
-                take(call, v, call.v, b, h, first, count, call.value_width, true);
-                mixture.responsibilities(gamma, x, mixture.constant, [&](int64_t n) {
-                    call.k.fetch(b, h, first + TOKENS + n, call.width);
-                    call.v.fetch(b, h, first + TOKENS + n, call.value_width);
-                });
-                clear(call, gamma, b, first, count, K);
+                take_keys(call, mixture, x, v, gamma, b, h, first, count);
                 product<false>(grad, TOKENS, K, v, E, 1, by_width, E);
                 for (int64_t n = 0; n < TOKENS; n++)
                     add_scaled(grad + n * K, bias, 1, K);
@@ -691,12 +673,7 @@ void affinities(float *affinity, float *denominator, const float *gamma_q, const
     }
 }
 
-int64_t causal_size(const Call &call) {
-    const int64_t K = padded(call.components), D = padded(call.width), E = padded(call.value_width);
-    return Mixture::size(call, false) + TOKENS * (D + 3 * K + 2 * E + TOKENS + 1) + K * E + K;
-}
-
-void causal(Call &call, Scratch scratch) {
+void causal(Call &call, Scratch &scratch) {
     Mixture mixture(call, scratch, false);
     const int64_t K = mixture.K, D = mixture.D, E = padded(call.value_width);
     float *x = scratch.take(TOKENS * D), *gamma_q = scratch.take(TOKENS * K),
@@ -704,6 +681,8 @@ void causal(Call &call, Scratch scratch) {
     float *by_component = scratch.take(K * TOKENS), *affinity = scratch.take(TOKENS * TOKENS);
     float *denominator = scratch.take(TOKENS), *v = scratch.take(TOKENS * E), *out = scratch.take(TOKENS * E);
     float *state = scratch.take(K * E), *mass = scratch.take(K);
+    if (scratch.counts)
+        return;
     each_task(call, call.queries, [&](int64_t h, int64_t, int64_t b, int64_t last) {
         mixture.set(call, h);
         for (; b < last; b++) {
@@ -712,7 +691,7 @@ void causal(Call &call, Scratch scratch) {
                 const int64_t count = std::min(TOKENS, call.queries.length - first);
                 if (first % (CHUNKS * TOKENS) == 0) {
                     const int64_t index = first / (CHUNKS * TOKENS);
-                    const int64_t at = ((index * call.batch + b) * call.heads + h) * call.components;
+                    const int64_t at = call.place(index, b, h);
                     compact(call.written + at * call.value_width, state, call.components, call.value_width);
                     std::memcpy(call.mass + at, mass, 4 * call.components);
                 }
@@ -720,13 +699,7 @@ void causal(Call &call, Scratch scratch) {
                 mixture.responsibilities(gamma_q, x, mixture.constant, [&](int64_t n) {
                     call.q.fetch(b, h, first + TOKENS + n, call.width);
                 });
-                take(call, x, call.k, b, h, first, count, call.width, true);
-                take(call, v, call.v, b, h, first, count, call.value_width, true);
-                mixture.responsibilities(gamma_k, x, mixture.constant, [&](int64_t n) {
-                    call.k.fetch(b, h, first + TOKENS + n, call.width);
-                    call.v.fetch(b, h, first + TOKENS + n, call.value_width);
-                });
-                clear(call, gamma_k, b, first, count, K);
+                take_keys(call, mixture, x, v, gamma_k, b, h, first, count);
                 affinities(affinity, denominator, gamma_q, gamma_k, mass, by_component, K, call.eps);
                 product<false>(out, TOKENS, E, gamma_q, K, 1, state, K);
                 product<true, LOWER>(out, TOKENS, E, affinity, TOKENS, 1, v, TOKENS);
@@ -740,13 +713,7 @@ void causal(Call &call, Scratch scratch) {
     });
 }
 
-int64_t causal_backward_size(const Call &call) {
-    const int64_t K = padded(call.components), D = padded(call.width), E = padded(call.value_width);
-    return Mixture::size(call, true) + Sums::size(call) + CHUNKS * (TOKENS * K + K * E + K) +
-           TOKENS * (D + 4 * K + 4 * E + 2 * TOKENS + 2) + 2 * K * E + 2 * K;
-}
-
-void causal_backward(Call &call, Scratch scratch) {
+void causal_backward(Call &call, Scratch &scratch) {
     Mixture mixture(call, scratch, true);
     Sums sums(call, scratch);
     const int64_t K = mixture.K, D = mixture.D, E = padded(call.value_width);
@@ -765,7 +732,7 @@ void causal_backward(Call &call, Scratch scratch) {
 
     // The states before each chunk from a saved one, and the keys' responsibilities.
     auto forward = [&](int64_t h, int64_t b, int64_t index) {
-        const int64_t at = ((index * call.batch + b) * call.heads + h) * call.components;
+        const int64_t at = call.place(index, b, h);
         std::memset(masses, 0, 4 * K);
         expand(masses, call.mass + at, 1, call.components);
         std::memset(states, 0, 4 * E * K);
@@ -795,6 +762,8 @@ void causal_backward(Call &call, Scratch scratch) {
         return chunks;
     };
 
+    if (scratch.counts)
+        return;
     each_task(call, call.queries, [&](int64_t h, int64_t part, int64_t b, int64_t last) {
         mixture.set(call, h);
         sums.clear();
@@ -861,7 +830,9 @@ void causal_backward(Call &call, Scratch scratch) {
 }
 
 // Gradients of means, variances and log priors from the sums of all parts.
-void finish(Call &call, Scratch) {
+void finish(Call &call, Scratch &scratch) {
+    if (scratch.counts)
+        return;
     const int64_t rows = call.components, width = call.width, size = rows * (2 * width + 1);
     const int64_t parts = std::max(call.queries.parts, call.keys.parts);
     for (int64_t h = 0; h < call.heads; h++)
@@ -884,31 +855,26 @@ void finish(Call &call, Scratch) {
         }
 }
 
-struct Step {
-    void (*run)(Call &, Scratch);
-    int64_t (*size)(const Call &);
-};
-const Step STEPS[] = {
+void (*const STEPS[])(Call &, Scratch &) = {
     // native.py: STEPS
-    {write, write_size},
-    {read, read_size},
-    {read_backward, read_backward_size},
-    {write_backward, write_backward_size},
-    {causal, causal_size},
-    {causal_backward, causal_backward_size},
-    {finish, [](const Call &) -> int64_t { return 0; }},
+    write, read, read_backward, write_backward, causal, causal_backward, finish,
 };
 
 } // namespace
 
 extern "C" {
 
-// Floats of scratch that one worker needs; each of the pieces handed out is rounded up.
-int64_t gma_scratch(const Call *call) { return (STEPS[call->step].size(*call) + 32 * 16) / 16 * 16; }
+// Floats of scratch that one worker needs for the call's step.
+int64_t gma_scratch(Call *call) {
+    Scratch none{nullptr, true};
+    STEPS[call->step](*call, none);
+    return none.used;
+}
 
 void gma_work(Call *call) { // what every thread of a team runs
     const int64_t worker = __atomic_fetch_add(&call->workers, 1, __ATOMIC_RELAXED);
-    STEPS[call->step].run(*call, Scratch{call->scratch + worker * call->scratch_size});
+    Scratch scratch{call->scratch + worker * call->scratch_size, false};
+    STEPS[call->step](*call, scratch);
 }
 
 int64_t gma_state_tokens() { return CHUNKS * TOKENS; }

@@ -58,6 +58,7 @@ def compiler() -> str | None:
     return shutil.which(chosen) if chosen else shutil.which("c++") or shutil.which("g++")
 
 
+@functools.cache
 def compiler_version() -> str:
     """The first line that the compiler says of itself; empty without one."""
     found = compiler()
