@@ -13,7 +13,7 @@ help: ## print this
 # The stamp is written last, so an interrupted install starts over.
 .venv/.ready: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gma_bench needs Python 3.11 or newer; try: make PYTHON=python3.11 ..." >&2; exit 2; }
-	@echo "Installing into .venv (about 2 GB; a few minutes, once)"
+	@echo "Installing into .venv (2 GB, more with CUDA; a few minutes, once)"
 	@test -f .venv/.ready || $(PYTHON) -m venv --clear .venv
 	@rm -f .venv/.ready
 	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
@@ -47,6 +47,7 @@ lint: .venv/.ready ## ruff, mypy, and an audit of the dependencies
 bench: .venv/.ready ## speed, as ratios measured in one run
 	@$(BIN)/python -m benchmarks
 
+# Torch from PyPI asks for one version of triton (its CUDA build), the CPU build for none: lock that one.
 lock: ## pin what is installed in .venv now
 	@$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock
 
