@@ -30,6 +30,7 @@ constexpr int64_t CHUNKS = 16;         // between two saved states; native.py: S
 constexpr float LARGEST = 68719476736; // 2^36: beyond it a square or a product may overflow
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4))); // of a tensor, at any address
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -90,9 +91,17 @@ struct View { // a tensor (B, H, N, width) whose last dimension is contiguous; s
     float *data;
     int64_t batch, head, token;
     float *at(int64_t b, int64_t h, int64_t n) const { return data + b * batch + h * head + n * token; }
-    void fetch(int64_t b, int64_t h, int64_t n, int64_t width) const { // a hint; any address will do
+    // Hints that a row will soon be read or overwritten; any address will do. Without a statement that the
+    // compiler cannot see through, GCC takes a function of nothing but hints for one without effect.
+    void fetch(int64_t b, int64_t h, int64_t n, int64_t width) const {
         for (int64_t c = 0; c < width; c += 16)
-            __builtin_prefetch(at(b, h, n) + c, 0, 2);
+            __builtin_prefetch(at(b, h, n) + c, 0, 3);
+        asm volatile("");
+    }
+    void claim(int64_t b, int64_t h, int64_t n, int64_t width) const {
+        for (int64_t c = 0; c < width; c += 16)
+            __builtin_prefetch(at(b, h, n) + c, 1, 3);
+        asm volatile("");
     }
 };
 
@@ -128,15 +137,16 @@ extern "C" struct Call { // as native.py declares it
 
 namespace {
 
-// Hands out a worker's memory from the front. A step takes all that it needs first; where scratch only
-// counts, it goes no further.
+// Hands out a worker's memory from the front, in whole cache lines and some between two pieces: loops read
+// several at once, and at one place of a page they would hide one another from the processor. A step takes
+// all that it needs first; where scratch only counts, it goes no further.
 struct Scratch {
     float *start;
     bool counts;
-    int64_t used = 0; // floats, in whole cache lines
+    int64_t used = 0; // floats
     float *take(int64_t floats) {
         float *piece = counts ? nullptr : start + used;
-        used += (floats + 15) / 16 * 16;
+        used += (floats + 15) / 16 * 16 + 7 * 16;
         return piece;
     }
 };
@@ -187,11 +197,18 @@ void product(float *o, int64_t rows, int64_t cols, const float *a, int64_t ra, i
 
 // o (T, K) = bias − Σ_d (x − μ)² w; `terms` are (K / LANES, D, 2, LANES), in the order of their use: μ and w.
 // Eight are summed, then such sums: one after another they would lose what a pairwise sum keeps.
+// `ahead(n)` is called for each n < TOKENS, spread over the work: it hints at a row of the blocks that are
+// read or written next, and a processor takes only so many hints at once.
+template <class Ahead>
 void log_densities(float *o, int64_t components, const float *x, int64_t width, const float *terms,
-                   const float *bias) {
+                   const float *bias, Ahead ahead) {
     constexpr int SOME = 8; // tokens at a time
+    const int64_t pieces = components / LANES * (TOKENS / SOME);
+    int64_t piece = 0, hinted = 0;
     for (int64_t k = 0; k < components; k += LANES, terms += width * 2 * LANES)
         for (int64_t row = 0; row < TOKENS; row += SOME) {
+            for (piece++; hinted < TOKENS * piece / pieces; hinted++)
+                ahead(hinted);
             vec total[SOME];
             UNROLL for (int r = 0; r < SOME; r++)
                 total[r] = vec{};
@@ -243,24 +260,32 @@ void logit_gradients(float *x, float *first, float *second, int64_t width, const
 
 // ------------------------------------------------------------------------------------ rows of a block
 
-// `ahead(row)` is called for each row: it fetches one of the next block into the cache meanwhile.
-template <class Ahead> void softmax(float *rows, int64_t cols, Ahead ahead) {
-    for (int64_t row = 0; row < TOKENS; row++, rows += cols) {
-        ahead(row);
-        vec top = load(rows);
+void multiply(float *to, float scale, int64_t cols) {
+    for (int64_t c = 0; c < cols; c += LANES)
+        store(to + c, load(to + c) * scale);
+}
+
+// Row by row they would wait for one another's sums and maxima; so one kind of work for all rows, then the
+// next.
+void softmax(float *rows, int64_t cols) {
+    float of_row[TOKENS]; // the largest, then the sum
+    for (int64_t row = 0; row < TOKENS; row++) {
+        vec top = load(rows + row * cols);
         for (int64_t c = LANES; c < cols; c += LANES)
-            top = larger(load(rows + c), top);
-        const float most = largest(top);
+            top = larger(load(rows + row * cols + c), top);
+        of_row[row] = largest(top);
+    }
+    for (int64_t row = 0; row < TOKENS; row++) {
         vec sum = {};
-        for (int64_t c = 0; c < cols; c += LANES) {
-            const vec e = exponential(load(rows + c) - most);
-            store(rows + c, e);
+        for (int64_t at = row * cols; at < (row + 1) * cols; at += LANES) {
+            const vec e = exponential(load(rows + at) - of_row[row]);
+            store(rows + at, e);
             sum += e;
         }
-        const float scale = 1 / total(sum);
-        for (int64_t c = 0; c < cols; c += LANES)
-            store(rows + c, load(rows + c) * scale);
+        of_row[row] = total(sum);
     }
+    for (int64_t row = 0; row < TOKENS; row++)
+        multiply(rows + row * cols, 1 / of_row[row], cols);
 }
 
 float dot(const float *a, const float *b, int64_t cols) {
@@ -275,28 +300,30 @@ void add_scaled(float *to, const float *from, float scale, int64_t cols) {
         store(to + c, load(to + c) + load(from + c) * scale);
 }
 
-void multiply(float *to, float scale, int64_t cols) {
-    for (int64_t c = 0; c < cols; c += LANES)
-        store(to + c, load(to + c) * scale);
-}
-
 // g <- γ (g − Σ g γ), its column sums added to `sums`. The mean goes out twice: where one γ is nearly 1,
 // its gradient is what rounding leaves of the rest.
 void softmax_backward(float *grad, const float *gamma, float *sums, int64_t cols) {
-    for (int64_t row = 0; row < TOKENS; row++, grad += cols, gamma += cols) {
-        const float mean = dot(grad, gamma, cols);
+    float mean[TOKENS]; // then what is left of it
+    for (int64_t row = 0; row < TOKENS; row++)
+        mean[row] = dot(grad + row * cols, gamma + row * cols, cols);
+    for (int64_t row = 0; row < TOKENS; row++) {
         vec sum = {};
-        for (int64_t c = 0; c < cols; c += LANES) {
-            const vec centred = load(grad + c) - mean;
-            store(grad + c, centred);
-            sum += centred * load(gamma + c);
+        for (int64_t at = row * cols; at < (row + 1) * cols; at += LANES) {
+            const vec centred = load(grad + at) - mean[row];
+            store(grad + at, centred);
+            sum += centred * load(gamma + at);
         }
-        const float rest = total(sum);
-        for (int64_t c = 0; c < cols; c += LANES) {
-            const vec value = load(gamma + c) * (load(grad + c) - rest);
-            store(grad + c, value);
-            store(sums + c, load(sums + c) + value);
+        mean[row] = total(sum);
+    }
+    for (int64_t c = 0; c < cols; c += LANES) {
+        vec sum = load(sums + c);
+        for (int64_t row = 0; row < TOKENS; row++) {
+            const int64_t at = row * cols + c;
+            const vec value = load(gamma + at) * (load(grad + at) - mean[row]);
+            store(grad + at, value);
+            sum += value;
         }
+        store(sums + c, sum);
     }
 }
 
@@ -326,6 +353,7 @@ void transpose(float *to, const float *from, int64_t rows, int64_t cols) {
 
 struct Mixture { // of one head, in the layouts that the products want
     int64_t width, K, D;
+    int64_t set_to = -1;     // which head
     float *terms, *constant; // see log_densities, and (K)
     float *mean, *weight;    // (K, D): gradients; null in forward
     float *precision;        // (D): of one component
@@ -337,6 +365,9 @@ struct Mixture { // of one head, in the layouts that the products want
           precision(scratch.take(D)) {}
 
     void set(Call &call, int64_t head) {
+        if (head == set_to)
+            return;
+        set_to = head;
         const float *means = call.means + head * call.components * width;
         const float *variances = call.variances + head * call.components * width;
         bool too_large = false;
@@ -348,17 +379,18 @@ struct Mixture { // of one head, in the layouts that the products want
         for (int64_t k = 0; k < call.components; k++, means += width, variances += width) {
             for (int64_t d = 0; d < width; d++)
                 precision[d] = 1 / variances[d];
-            double logs = 0, determinant = 1; // of a few at a time: logarithms are slow
+            double logs = 0, determinant[4] = {1, 1, 1, 1}; // of sixteen at a time: logarithms are slow
             for (int64_t d = 0; d < width; d++) {
                 too_large |= !(std::fabs(means[d]) <= LARGEST && variances[d] <= LARGEST &&
                                variances[d] * LARGEST >= 1);
                 float *term = terms + (k / LANES * D + d) * 2 * LANES + k % LANES;
                 term[0] = means[d], term[LANES] = 0.5f * precision[d];
-                determinant *= variances[d];
-                if (d % 16 == 15)
-                    logs += std::log(determinant), determinant = 1;
+                determinant[d % 4] *= variances[d];
+                if (d % 16 == 15 || d + 1 == width) {
+                    logs += std::log((determinant[0] * determinant[1]) * (determinant[2] * determinant[3]));
+                    std::fill(determinant, determinant + 4, 1);
+                }
             }
-            logs += std::log(determinant);
             if (mean) {
                 std::memcpy(mean + k * D, means, 4 * width);
                 std::memcpy(weight + k * D, precision, 4 * width);
@@ -372,8 +404,8 @@ struct Mixture { // of one head, in the layouts that the products want
 
     template <class Ahead>
     void responsibilities(float *gamma, const float *x, const float *bias, Ahead ahead) const {
-        log_densities(gamma, K, x, D, terms, bias);
-        softmax(gamma, K, ahead);
+        log_densities(gamma, K, x, D, terms, bias, ahead);
+        softmax(gamma, K);
     }
 };
 
@@ -389,9 +421,17 @@ void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t
             std::memset(to, 0, 4 * size);
             continue;
         }
-        std::memcpy(to, from.at(b, h, first + n), 4 * width);
-        std::memset(to + width, 0, 4 * (size - width));
-        for (int64_t c = 0; c < size; c += LANES)
+        const float *row = from.at(b, h, first + n);
+        int64_t c = 0;
+        for (; c + LANES <= width; c += LANES) {
+            const vec x = *reinterpret_cast<const loose *>(row + c);
+            store(to + c, x), top = larger(larger(x, -x), top);
+        }
+        if (c == size)
+            continue;
+        std::memset(to + c, 0, 4 * (size - c));
+        std::memcpy(to + c, row + c, 4 * (width - c));
+        for (; c < size; c += LANES)
             top = larger(larger(load(to + c), -load(to + c)), top);
     }
     if (!(largest(top) <= LARGEST))
@@ -400,8 +440,14 @@ void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t
 
 void put(const View &to, const float *from, int64_t b, int64_t h, int64_t first, int64_t count,
          int64_t width) {
-    for (int64_t n = 0; n < count; n++)
-        std::memcpy(to.at(b, h, first + n), from + n * padded(width), 4 * width);
+    for (int64_t n = 0; n < count; n++, from += padded(width)) {
+        float *row = to.at(b, h, first + n);
+        int64_t c = 0;
+        for (; c + LANES <= width; c += LANES)
+            *reinterpret_cast<loose *>(row + c) = load(from + c);
+        if (c < width)
+            std::memcpy(row + c, from + c, 4 * (width - c));
+    }
 }
 
 // Zero the responsibilities of tokens that are absent or masked.
@@ -412,14 +458,16 @@ void clear(const Call &call, float *gamma, int64_t b, int64_t first, int64_t cou
             std::memset(gamma + n * K, 0, 4 * K);
 }
 
-// A block of keys and values, and the keys' responsibilities.
+// A block of keys and values, and the keys' responsibilities; `claim(n)`: see log_densities.
+template <class Claim>
 void take_keys(Call &call, const Mixture &mixture, float *x, float *v, float *gamma, int64_t b, int64_t h,
-               int64_t first, int64_t count) {
+               int64_t first, int64_t count, Claim claim) {
     take(call, x, call.k, b, h, first, count, call.width, true);
     take(call, v, call.v, b, h, first, count, call.value_width, true);
     mixture.responsibilities(gamma, x, mixture.constant, [&](int64_t n) {
         call.k.fetch(b, h, first + TOKENS + n, call.width);
         call.v.fetch(b, h, first + TOKENS + n, call.value_width);
+        claim(n);
     });
     clear(call, gamma, b, first, count, mixture.K);
 }
@@ -453,7 +501,7 @@ template <class Work> void each_task(Call &call, const Side &side, Work work) {
         const int64_t task = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED);
         if (task >= tasks)
             return;
-        const int64_t head = task % call.heads, part = task / call.heads;
+        const int64_t head = task / side.parts, part = task % side.parts;
         work(head, part, units * part / side.parts, units * (part + 1) / side.parts);
     }
 }
@@ -526,7 +574,7 @@ void write(Call &call, Scratch &scratch) { // Ṽ = Γ_Kᵀ V, Z = Γ_Kᵀ 1
             std::memset(written, 0, 4 * K * E), std::memset(mass, 0, 4 * K);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
-                take_keys(call, mixture, x, v, gamma, b, h, first, count);
+                take_keys(call, mixture, x, v, gamma, b, h, first, count, [](int64_t) {});
                 product<true>(written, K, E, gamma, 1, K, v, TOKENS);
                 add_rows(mass, gamma, K);
             }
@@ -555,6 +603,7 @@ void read(Call &call, Scratch &scratch) { // O = Γ_Q Ṽ / (Γ_Q Z + ε)
                 take(call, x, call.q, b, h, first, count, call.width, false);
                 mixture.responsibilities(weights, x, memory.bias, [&](int64_t n) {
                     call.q.fetch(b, h, first + TOKENS + n, call.width);
+                    call.out.claim(b, h, first + n, call.value_width);
                 });
                 product<false>(out, TOKENS, E, weights, K, 1, memory.values, K);
                 put(call.out, out, b, h, first, count, call.value_width);
@@ -590,6 +639,7 @@ void read_backward(Call &call, Scratch &scratch) {
                 mixture.responsibilities(weights, x, memory.bias, [&](int64_t n) {
                     call.q.fetch(b, h, first + TOKENS + n, call.width);
                     call.grad_out.fetch(b, h, first + TOKENS + n, call.value_width);
+                    call.grad_q.claim(b, h, first + n, call.width);
                 });
                 product<true>(grad_values, K, E, weights, 1, K, upstream, TOKENS);
                 product<false>(grad, TOKENS, K, upstream, E, 1, by_width, E);
@@ -636,7 +686,10 @@ void write_backward(Call &call, Scratch &scratch) {
             transpose(by_width, memory, K, E);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
-                take_keys(call, mixture, x, v, gamma, b, h, first, count);
+                take_keys(call, mixture, x, v, gamma, b, h, first, count, [&](int64_t n) {
+                    call.grad_k.claim(b, h, first + n, call.width);
+                    call.grad_v.claim(b, h, first + n, call.value_width);
+                });
                 product<false>(grad, TOKENS, K, v, E, 1, by_width, E);
                 for (int64_t n = 0; n < TOKENS; n++)
                     add_scaled(grad + n * K, bias, 1, K);
@@ -699,7 +752,8 @@ void causal(Call &call, Scratch &scratch) {
                 mixture.responsibilities(gamma_q, x, mixture.constant, [&](int64_t n) {
                     call.q.fetch(b, h, first + TOKENS + n, call.width);
                 });
-                take_keys(call, mixture, x, v, gamma_k, b, h, first, count);
+                take_keys(call, mixture, x, v, gamma_k, b, h, first, count,
+                          [&](int64_t n) { call.out.claim(b, h, first + n, call.value_width); });
                 affinities(affinity, denominator, gamma_q, gamma_k, mass, by_component, K, call.eps);
                 product<false>(out, TOKENS, E, gamma_q, K, 1, state, K);
                 product<true, LOWER>(out, TOKENS, E, affinity, TOKENS, 1, v, TOKENS);
@@ -782,6 +836,9 @@ void causal_backward(Call &call, Scratch &scratch) {
                         call.q.fetch(b, h, first - TOKENS + n, call.width);
                         call.v.fetch(b, h, first - TOKENS + n, call.value_width);
                         call.grad_out.fetch(b, h, first - TOKENS + n, call.value_width);
+                        call.grad_q.claim(b, h, first + n, call.width);
+                        call.grad_k.claim(b, h, first + n, call.width);
+                        call.grad_v.claim(b, h, first + n, call.value_width);
                     });
                     affinities(affinity, denominator, gamma_q, gamma_k, mass, by_component, K, call.eps);
                     for (int64_t n = 0; n < TOKENS; n++)
@@ -829,28 +886,32 @@ void causal_backward(Call &call, Scratch &scratch) {
     });
 }
 
-// Gradients of means, variances and log priors from the sums of all parts.
+// Gradients of means, variances and log priors from the sums of all parts, which are added in double.
 void finish(Call &call, Scratch &scratch) {
-    if (scratch.counts)
-        return;
     const int64_t rows = call.components, width = call.width, size = rows * (2 * width + 1);
     const int64_t parts = std::max(call.queries.parts, call.keys.parts);
+    double *first = reinterpret_cast<double *>(scratch.take(2 * width));
+    double *second = reinterpret_cast<double *>(scratch.take(2 * width));
+    if (scratch.counts)
+        return;
     for (int64_t h = 0; h < call.heads; h++)
         for (int64_t k = 0; k < rows; k++) {
-            auto sum = [&](int64_t at) {
-                double result = 0;
-                for (int64_t p = 0; p < parts; p++)
-                    result += call.sums[(p * call.heads + h) * size + at];
-                return result;
-            };
-            const double constant = sum(2 * rows * width + k);
+            double constant = 0;
+            std::fill(first, first + width, 0), std::fill(second, second + width, 0);
+            for (int64_t p = 0; p < parts; p++) {
+                const float *sums = call.sums + (p * call.heads + h) * size;
+                constant += sums[2 * rows * width + k];
+                for (int64_t d = 0; d < width; d++) {
+                    first[d] += sums[k * width + d];
+                    second[d] += sums[(rows + k) * width + d];
+                }
+            }
             call.grad_log_priors[h * rows + k] = constant;
             for (int64_t d = 0; d < width; d++) {
                 const int64_t at = (h * rows + k) * width + d;
                 const double precision = 1.0 / call.variances[at];
-                call.grad_means[at] = sum(k * width + d) * precision;
-                call.grad_variances[at] =
-                    0.5 * (sum((rows + k) * width + d) * precision - constant) * precision;
+                call.grad_means[at] = first[d] * precision;
+                call.grad_variances[at] = 0.5 * (second[d] * precision - constant) * precision;
             }
         }
 }

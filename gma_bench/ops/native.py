@@ -40,6 +40,9 @@ PART_TOKENS = 1024
 HUGE_PAGE = 2**21
 """Bytes of a huge page on most machines."""
 
+LARGE = 2**25
+"""Bytes from which on glibc's allocator takes new pages from the system every time."""
+
 TASKS = 32
 """How many tasks a call is cut into where it has the tokens. Not the number of threads: results are
 the same whatever that is."""
@@ -299,17 +302,21 @@ def run(step: int, call: Call, tasks: int) -> None:
 def in_huge_pages(*tensors: Tensor) -> None:
     """Ask the system for huge pages behind new tensors, before they are written for the first time.
 
-    A long sequence's output spans many thousand ordinary pages, and each costs an interrupt then.
-    A hint; without one, or where the system has none to give, nothing changes.
+    A long sequence's output spans many thousand ordinary pages, and each costs an interrupt then;
+    shorter ones lie in memory that was used before. A hint; nothing changes where it is not heard.
     """
-    advise = getattr(ctypes.CDLL(None), "madvise", None)
-    if advise is None or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
+    advise = madvise()
     for tensor in tensors:
         start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         size = (tensor.data_ptr() + tensor.nbytes - start) // HUGE_PAGE * HUGE_PAGE
-        if size > 0:
+        if advise is not None and tensor.nbytes >= LARGE:
             advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_HUGEPAGE))
+
+
+@functools.cache
+def madvise() -> Any:
+    """The system's function of that name; None where it has none, or no huge pages."""
+    return getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
 def states_like(
