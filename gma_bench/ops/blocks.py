@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gma_bench.ops.mixture import Mixture, MixtureGradients
+from gma_bench.ops.mixture import Mixture, MixtureGradients, compute_dtype
 
 CHUNK = 64
 """Tokens of a causal chunk."""
@@ -93,11 +93,6 @@ def padding(key_mask: Tensor | None, span: slice) -> Tensor | None:
     return None if key_mask is None else key_mask[:, span].flatten()[None, :, None].logical_not()
 
 
-def mask_of(key_mask: Tensor | None, group: Group) -> Tensor | None:
-    """The mask of a group."""
-    return None if key_mask is None else key_mask[group]
-
-
 def per_sequence(x: Tensor, count: int) -> Tensor:
     """``(H, g·n, d) -> (H·g, n, d)``."""
     return x if count == 1 else x.reshape(x.shape[0] * count, -1, x.shape[-1])
@@ -111,8 +106,33 @@ def like_layout(q: Tensor, v: Tensor) -> Tensor:
     return v.new_empty(batch, heads, length, v.shape[-1])
 
 
+def lone_values(v: Tensor, key_mask: Tensor | None) -> Tensor | None:
+    """The value of each sequence's only real key, ``(B, H, 1, d_v)``, and zero elsewhere; None if nowhere.
+
+    All that can be read from a single key is its value, so gradients of queries and keys are ε's
+    share alone: what rounding would make of a difference. Taken from the values beforehand, it
+    leaves that share as such.
+    """
+    if v.shape[2] == 1 and key_mask is None:
+        return v.to(compute_dtype(v)).contiguous()
+    if v.shape[2] == 0 or key_mask is None:
+        return None
+    first = v[torch.arange(len(v), device=v.device), :, key_mask.int().argmax(1)]
+    lone = (key_mask.sum(1) == 1)[:, None, None]
+    return torch.where(lone, first.to(compute_dtype(v)), 0.0).unsqueeze(2)
+
+
+def sources_of(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, centre: Tensor | None, group: Group
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What :class:`Keys` takes its blocks from."""
+    mask = None if key_mask is None else key_mask[group]
+    taken = None if centre is None else by_head(centre, group)
+    return by_head(k, group), by_head(v, group), mask, taken
+
+
 class Keys:
-    """A block of keys and values, with padding taken out."""
+    """A block of keys and values, with padding taken out, and ``centre`` from the values."""
 
     def __init__(
         self,
@@ -120,12 +140,15 @@ class Keys:
         k: Tensor,
         v: Tensor,
         key_mask: Tensor | None,
+        centre: Tensor | None,
         span: slice,
         magnitude: float,
     ) -> None:
         self.padding = padding(key_mask, span)
         self.x = take(k, span, mixture.dtype)
         self.values = take(v, span, mixture.dtype)
+        if centre is not None:
+            self.values = (self.values.view(*v.shape[:2], -1, v.shape[3]) - centre).flatten(1, 2)
         if self.padding is not None:
             self.x = self.x.masked_fill(self.padding, 0.0)
             self.values = self.values.masked_fill(self.padding, 0.0)
@@ -152,8 +175,17 @@ def softmax_backward(grad: Tensor, output: Tensor) -> Tensor:
 # ---------------------------------------------------------------- bidirectional
 
 
-def write(k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``Ṽ = Γ_Kᵀ V (B, H, K, d_v)`` and ``Z = Γ_Kᵀ 1 (B, H, K)``."""
+def write(
+    k: Tensor,
+    v: Tensor,
+    mixture: Mixture,
+    key_mask: Tensor | None,
+    centre: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``Ṽ = Γ_Kᵀ (V − c) (B, H, K, d_v)`` and ``Z = Γ_Kᵀ 1 (B, H, K)``.
+
+    c is ``centre``, see :func:`lone_values`.
+    """
     batch, heads, length, _ = k.shape
     components = mixture.constant.shape[-1]
     written = v.new_empty(batch, heads, components, v.shape[-1], dtype=mixture.dtype)
@@ -164,7 +196,7 @@ def write(k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None) -> tu
         count = group.stop - group.start
         total = written.new_zeros(heads * count, components, v.shape[-1])
         total_mass = written.new_zeros(heads * count, components)
-        sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
+        sources = sources_of(k, v, key_mask, centre, group)
         for span in spans(length, tokens):
             keys = Keys(mixture, *sources, span, magnitude)
             gamma = per_sequence(keys.gamma, count)
@@ -176,29 +208,45 @@ def write(k: Tensor, v: Tensor, mixture: Mixture, key_mask: Tensor | None) -> tu
 
 
 class Memory:
-    """What the queries of a group read: ``U = Ṽ / (Z + ε)`` weighted by ``Z + ε``."""
+    """What the queries of a group read: ``U = Ṽ / (Z + ε)`` weighted by ``Z + ε``.
 
-    def __init__(self, written: Tensor, mass: Tensor, group: Group, eps: float) -> None:
+    Of values less c it is ``U − c = (Ṽ − ε c) / (Z + ε)``.
+    """
+
+    def __init__(
+        self, written: Tensor, mass: Tensor, centre: Tensor | None, group: Group, eps: float
+    ) -> None:
         scale = mass[group].transpose(0, 1).add(eps)  # (H, g, K)
         self.log_weight = scale.log().unsqueeze(2)  # (H, g, 1, K)
         self.scale = scale.flatten(0, 1).unsqueeze(-1)  # (H·g, K, 1)
-        self.values = merge(written[group]) / self.scale  # (H·g, K, d_v)
+        self.centre = None if centre is None else by_head(centre, group).flatten(0, 1)
+        values = merge(written[group])
+        if self.centre is not None:
+            values = values - eps * self.centre
+        self.values = values / self.scale  # (H·g, K, d_v)
 
 
 def read(
-    q: Tensor, written: Tensor, mass: Tensor, mixture: Mixture, eps: float, out: Tensor
+    q: Tensor,
+    written: Tensor,
+    mass: Tensor,
+    mixture: Mixture,
+    eps: float,
+    out: Tensor,
+    centre: Tensor | None = None,
 ) -> None:
-    """``O = Γ_Q Ṽ / (Γ_Q Z + ε)`` into ``out (B, H, N, d_v)``."""
+    """``O = Γ_Q Ṽ / (Γ_Q Z + ε)`` into ``out (B, H, N, d_v)``; ``centre`` as for :func:`write`."""
     size, tokens = plan(q, mixture.components)
     magnitude = mixture.magnitude(q)
     for group in groups(len(q), size):
-        memory = Memory(written, mass, group, eps)
+        memory = Memory(written, mass, centre, group, eps)
+        values = memory.values if memory.centre is None else memory.values + memory.centre
         count = group.stop - group.start
         source, target = by_head(q, group), by_head(out, group)
         for span in spans(q.shape[2], tokens):
             x = take(source, span, mixture.dtype)
             weights, _ = mixture.responsibilities(x, memory.log_weight, magnitude)
-            put(target, span, torch.bmm(per_sequence(weights, count), memory.values))
+            put(target, span, torch.bmm(per_sequence(weights, count), values))
 
 
 def read_backward(
@@ -208,6 +256,7 @@ def read_backward(
     mass: Tensor,
     gradients: MixtureGradients,
     eps: float,
+    centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`read` for ``q``, ``Ṽ`` and ``Z``; the mixture's go to ``gradients``."""
     mixture = gradients.mixture
@@ -216,7 +265,7 @@ def read_backward(
     size, tokens = plan(q, mixture.components)
     magnitude = mixture.magnitude(q)
     for group in groups(len(q), size):
-        memory = Memory(written, mass, group, eps)
+        memory = Memory(written, mass, centre, group, eps)
         count = group.stop - group.start
         grad_values = torch.zeros_like(memory.values)
         grad_bias = grad_values.new_zeros(grad_values.shape[:2])  # (H·g, K)
@@ -251,6 +300,7 @@ def write_backward(
     v: Tensor,
     key_mask: Tensor | None,
     gradients: MixtureGradients,
+    centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`write` for ``k`` and ``v``; the mixture's go to ``gradients``."""
     mixture = gradients.mixture
@@ -261,7 +311,7 @@ def write_backward(
         count = group.stop - group.start
         total = merge(grad_written[group])
         total_mass = merge(grad_mass[group].unsqueeze(2))  # (H·g, 1, K)
-        sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
+        sources = sources_of(k, v, key_mask, centre, group)
         target_k, target_v = by_head(grad_k, group), by_head(grad_v, group)
         for span in spans(k.shape[2], tokens):
             keys = Keys(mixture, *sources, span, magnitude)
@@ -333,6 +383,7 @@ class Causal:
         state: Tensor,
         mass: Tensor,
         eps: float,
+        centre: Tensor | None,
         magnitude: float,
     ) -> None:
         self.query_gamma, self.query_features = mixture.responsibilities(q, magnitude=magnitude)
@@ -341,6 +392,10 @@ class Causal:
         self.count, self.chunks = count, length // chunk
         self.gamma_q, self.gamma_k = chunked(self.query_gamma, chunk), chunked(keys.gamma, chunk)
         self.values = chunked(keys.values, chunk)
+        self.eps = eps
+        self.centre = (  # of each chunk, (E·c, 1, d_v)
+            None if centre is None else centre.flatten(0, 1).repeat_interleave(self.chunks, 0)
+        )
         self.states, self.next_state = self.scan(
             torch.bmm(self.gamma_k.transpose(1, 2), self.values), state
         )
@@ -379,8 +434,9 @@ def causal(
     out: Tensor,
     state: Tensor | None = None,
     mass: Tensor | None = None,
+    centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal GMA into ``out (B, H, N, d_v)``, from a state where one is given.
+    """Causal GMA into ``out (B, H, N, d_v)``, from a state, or of values less ``centre``.
 
     Returns the state before each block and its mass: ``(blocks + 1, B, H, K, d_v)`` and
     ``(blocks + 1, B, H, K)``; the last one is the state after the sequence.
@@ -392,7 +448,7 @@ def causal(
     for group in groups(len(q), size):
         count = group.stop - group.start
         current, current_mass = initial_state(states[0, group], state, mass, group)
-        sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
+        sources = sources_of(k, v, key_mask, centre, group)
         queries, target = by_head(q, group), by_head(out, group)
         for index, span in enumerate(parts):
             store(states[index, group], masses[index, group], current, current_mass)
@@ -405,10 +461,16 @@ def causal(
                 current,
                 current_mass,
                 eps,
+                sources[3],
                 magnitudes[0],
             )
             numerator = torch.bmm(block.affinity, block.values)
-            numerator.baddbmm_(block.gamma_q, block.states).div_(block.denominator)
+            numerator.baddbmm_(block.gamma_q, block.states)
+            if block.centre is not None:
+                numerator.sub_(eps * block.centre)
+            numerator.div_(block.denominator)
+            if block.centre is not None:
+                numerator.add_(block.centre)
             put(target, span, numerator)
             current, current_mass = block.next_state, block.next_mass
             del keys, block, numerator  # before the next block needs its own
@@ -426,6 +488,7 @@ def causal_backward(
     key_mask: Tensor | None,
     gradients: MixtureGradients,
     eps: float,
+    centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`causal` for q, k, v and for the state and mass it started from."""
     mixture = gradients.mixture
@@ -438,7 +501,7 @@ def causal_backward(
         count = group.stop - group.start
         later = states.new_zeros(q.shape[1] * count, *states.shape[-2:])
         later_mass = later.new_zeros(later.shape[:2])
-        sources = by_head(k, group), by_head(v, group), mask_of(key_mask, group)
+        sources = sources_of(k, v, key_mask, centre, group)
         queries, upstream = by_head(q, group), by_head(grad_out, group)
         target_q, target_k, target_v = (by_head(t, group) for t in (grad_q, grad_k, grad_v))
         for index, span in reversed(list(enumerate(parts))):
@@ -452,6 +515,7 @@ def causal_backward(
                 merge(states[index, group]),
                 merge(masses[index, group]),
                 eps,
+                sources[3],
                 magnitudes[0],
             )
             grad = chunked(take(upstream, span, mixture.dtype), block.values.shape[1])
@@ -475,12 +539,10 @@ class CausalBackward:
         self.grad = grad / block.denominator  # of the numerator
         self.read = torch.bmm(self.grad, block.states.transpose(1, 2))  # (E·c, chunk, K)
         self.affinity = torch.bmm(self.grad, block.values.transpose(1, 2))  # (E·c, chunk, chunk)
-        self.grad_denominator = (
-            dot(self.affinity, block.affinity)
-            .add_(dot(self.read, block.gamma_q))
-            .div_(block.denominator)
-            .neg_()
-        )  # (E·c, chunk, 1)
+        inner = dot(self.affinity, block.affinity).add_(dot(self.read, block.gamma_q))
+        if block.centre is not None:
+            inner.sub_(dot(self.grad, block.eps * block.centre))
+        self.grad_denominator = inner.div_(block.denominator).neg_()  # (E·c, chunk, 1)
         self.affinity.add_(self.grad_denominator).tril_()
         query = block.gamma_q.transpose(1, 2)
         self.states, self.earlier_state = block.scan(

@@ -38,11 +38,11 @@ def gma_body(
     """Output, then what backward needs: ``Ṽ`` and ``Z``, or the states of :func:`blocks.causal`."""
     with full_precision():
         mixture = Mixture(means, variances, log_priors, compute_dtype(q, k, v, means, variances))
-        out = blocks.like_layout(q, v)
+        out, centre = blocks.like_layout(q, v), blocks.lone_values(v, key_mask)
         if causal:
-            return out, *blocks.causal(q, k, v, mixture, key_mask, eps, out)
-        written, mass = blocks.write(k, v, mixture, key_mask)
-        blocks.read(q, written, mass, mixture, eps, out)
+            return out, *blocks.causal(q, k, v, mixture, key_mask, eps, out, centre=centre)
+        written, mass = blocks.write(k, v, mixture, key_mask, centre)
+        blocks.read(q, written, mass, mixture, eps, out, centre)
         return out, written, mass
 
 
@@ -63,17 +63,17 @@ def gma_backward_body(
     """Gradients of q, k, v, means, variances and log priors."""
     with full_precision():
         mixture = Mixture(means, variances, log_priors, compute_dtype(q, k, v, means, variances))
-        gradients = MixtureGradients(mixture)
+        gradients, centre = MixtureGradients(mixture), blocks.lone_values(v, key_mask)
         if causal:
             grad_q, grad_k, grad_v, _, _ = blocks.causal_backward(
-                grad_out, q, k, v, written, mass, key_mask, gradients, eps
+                grad_out, q, k, v, written, mass, key_mask, gradients, eps, centre
             )
         else:
             grad_q, grad_written, grad_mass = blocks.read_backward(
-                grad_out, q, written, mass, gradients, eps
+                grad_out, q, written, mass, gradients, eps, centre
             )
             grad_k, grad_v = blocks.write_backward(
-                grad_written, grad_mass, k, v, key_mask, gradients
+                grad_written, grad_mass, k, v, key_mask, gradients, centre
             )
         return grad_q, grad_k, grad_v, *gradients.finish()
 

@@ -137,7 +137,10 @@ class Prepared:
         self.constants = constants(self.components, v.dtype, precision)
         self.sizes = self.components, self.width, self.value_width
         self.masked = key_mask is not None
-        self.centre = first_values(self.v, key_mask)
+        centre = blocks.lone_values(self.v, key_mask)
+        if centre is None:
+            centre = q.new_zeros(*v.shape[:2], v.shape[3], dtype=torch.float32)
+        self.centre = centre
 
     def split(self, length: int) -> tuple[int, int, int, int]:
         """``(programs, parts, blocks of a part, parts of a program)`` for a length."""
@@ -178,21 +181,6 @@ class Prepared:
                 tensor, size, tensor.shape[1], REVERSE=reverse, BLOCK=SCAN_BLOCK
             )
         return states, masses
-
-
-def first_values(v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The value of each sequence's first real key, ``(B, H, d_v)`` in float32; zero where none is real.
-
-    Kernels take it from every value, in float32: an output moves along with its values, and what
-    tells keys apart is left. It is the first, as later ones must not reach a causal output.
-    """
-    if v.shape[2] == 0:
-        return v.new_zeros(v.shape[0], v.shape[1], v.shape[3], dtype=torch.float32)
-    if key_mask is None:
-        return v[:, :, 0].float().contiguous()
-    first = key_mask.int().argmax(1)
-    rows = v[torch.arange(len(v), device=v.device), :, first]
-    return torch.where(key_mask.any(1)[:, None, None], rows.float(), 0.0)
 
 
 def max_length(*tokens: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ extern "C" struct Call { // as native.py declares it
     View q, k, v, out, grad_out, grad_q, grad_k, grad_v;
     const float *means, *variances, *log_priors; // (H, K, D), (H, K, D), (H, K)
     const uint8_t *key_mask;                     // (B, M) or null
+    const float *centre;                         // (B, H, E): what is taken from the values; native.py
     float *written, *mass;                       // a split or a saved state: (S, B, H, K, E), (S, B, H, K)
     float *grad_memory, *grad_bias;              // (S, B, H, K, E), (S, B, H, K)
     float *sums;                                 // (P, H, 2·K·D + K)
@@ -409,10 +410,10 @@ struct Mixture { // of one head, in the layouts that the products want
     }
 };
 
-// Copy tokens first … first+count of one sequence to (TOKENS, padded width); what is absent or masked is
-// zero.
+// Copy tokens first … first+count of one sequence to (TOKENS, padded width), less `centre` where there is one;
+// what is absent or masked is zero.
 void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t first, int64_t count,
-          int64_t width, bool keys) {
+          int64_t width, bool keys, const float *centre = nullptr) {
     const int64_t size = padded(width);
     const uint8_t *mask = keys && call.key_mask ? call.key_mask + b * call.keys.length + first : nullptr;
     vec top = {};
@@ -425,14 +426,16 @@ void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t
         int64_t c = 0;
         for (; c + LANES <= width; c += LANES) {
             const vec x = *reinterpret_cast<const loose *>(row + c);
-            store(to + c, x), top = larger(larger(x, -x), top);
+            store(to + c, centre ? x - load(centre + c) : x), top = larger(larger(x, -x), top);
         }
         if (c == size)
             continue;
         std::memset(to + c, 0, 4 * (size - c));
         std::memcpy(to + c, row + c, 4 * (width - c));
-        for (; c < size; c += LANES)
-            top = larger(larger(load(to + c), -load(to + c)), top);
+        for (; c < size; c += LANES) {
+            const vec x = load(to + c);
+            store(to + c, centre ? x - load(centre + c) : x), top = larger(larger(x, -x), top);
+        }
     }
     if (!(largest(top) <= LARGEST))
         call.too_large = 1;
@@ -461,9 +464,9 @@ void clear(const Call &call, float *gamma, int64_t b, int64_t first, int64_t cou
 // A block of keys and values, and the keys' responsibilities; `claim(n)`: see log_densities.
 template <class Claim>
 void take_keys(Call &call, const Mixture &mixture, float *x, float *v, float *gamma, int64_t b, int64_t h,
-               int64_t first, int64_t count, Claim claim) {
+               int64_t first, int64_t count, const float *centre, Claim claim) {
     take(call, x, call.k, b, h, first, count, call.width, true);
-    take(call, v, call.v, b, h, first, count, call.value_width, true);
+    take(call, v, call.v, b, h, first, count, call.value_width, true, centre);
     mixture.responsibilities(gamma, x, mixture.constant, [&](int64_t n) {
         call.k.fetch(b, h, first + TOKENS + n, call.width);
         call.v.fetch(b, h, first + TOKENS + n, call.value_width);
@@ -483,6 +486,11 @@ void expand(float *to, const float *from, int64_t rows, int64_t width) {
 void compact(float *to, const float *from, int64_t rows, int64_t width) {
     for (int64_t r = 0; r < rows; r++)
         std::memcpy(to + r * width, from + r * padded(width), 4 * width);
+}
+
+void take_centre(const Call &call, float *to, int64_t b, int64_t h) { // padded with zeros
+    std::memset(to, 0, 4 * padded(call.value_width));
+    std::memcpy(to, call.centre + (b * call.heads + h) * call.value_width, 4 * call.value_width);
 }
 
 struct Span { // tokens [first, last) of one split
@@ -535,13 +543,14 @@ void logits_backward(const Mixture &mixture, const Sums &sums, const float *grad
     logit_gradients(x, sums.first, sums.second, mixture.D, grad, mixture.K, mixture.mean, mixture.weight);
 }
 
-// What queries read: U = Ṽ / (Z + ε), weighted by Z + ε.
+// What queries read: U = Ṽ / (Z + ε), weighted by Z + ε. Of values less a centre c, whose Ṽ is by Z c less,
+// U − c = (Ṽ − ε c) / (Z + ε).
 struct Memory {
     int64_t K, E;
-    float *values, *scale, *bias; // (K, E), (K), (K)
+    float *values, *scale, *bias, *centre; // (K, E): U − c, (K), (K), (E)
     Memory(const Call &call, Scratch &scratch)
         : K(padded(call.components)), E(padded(call.value_width)), values(scratch.take(K * E)),
-          scale(scratch.take(K)), bias(scratch.take(K)) {}
+          scale(scratch.take(K)), bias(scratch.take(K)), centre(scratch.take(E)) {}
     void set(const Call &call, const Mixture &mixture, int64_t b, int64_t h) {
         std::memset(values, 0, 4 * K * E), std::memset(scale, 0, 4 * K);
         for (int64_t s = 0; s < call.keys.splits; s++) {
@@ -549,9 +558,11 @@ struct Memory {
             expand(values, call.written + at * call.value_width, call.components, call.value_width);
             expand(scale, call.mass + at, 1, call.components);
         }
+        take_centre(call, centre, b, h);
         for (int64_t k = 0; k < K; k++) {
             scale[k] += call.eps;
             bias[k] = mixture.constant[k] + std::log(scale[k]);
+            add_scaled(values + k * E, centre, -call.eps, E);
             multiply(values + k * E, 1 / scale[k], E);
         }
     }
@@ -563,7 +574,7 @@ void write(Call &call, Scratch &scratch) { // Ṽ = Γ_Kᵀ V, Z = Γ_Kᵀ 1
     Mixture mixture(call, scratch, false);
     const int64_t K = mixture.K, D = mixture.D, E = padded(call.value_width);
     float *x = scratch.take(TOKENS * D), *gamma = scratch.take(TOKENS * K), *v = scratch.take(TOKENS * E);
-    float *written = scratch.take(K * E), *mass = scratch.take(K);
+    float *written = scratch.take(K * E), *mass = scratch.take(K), *centre = scratch.take(E);
     if (scratch.counts)
         return;
     each_task(call, call.keys, [&](int64_t h, int64_t, int64_t unit, int64_t last_unit) {
@@ -572,9 +583,10 @@ void write(Call &call, Scratch &scratch) { // Ṽ = Γ_Kᵀ V, Z = Γ_Kᵀ 1
             const int64_t b = unit / call.keys.splits, split = unit % call.keys.splits;
             const Span span(call.keys, split);
             std::memset(written, 0, 4 * K * E), std::memset(mass, 0, 4 * K);
+            take_centre(call, centre, b, h);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
-                take_keys(call, mixture, x, v, gamma, b, h, first, count, [](int64_t) {});
+                take_keys(call, mixture, x, v, gamma, b, h, first, count, centre, [](int64_t) {});
                 product<true>(written, K, E, gamma, 1, K, v, TOKENS);
                 add_rows(mass, gamma, K);
             }
@@ -598,6 +610,8 @@ void read(Call &call, Scratch &scratch) { // O = Γ_Q Ṽ / (Γ_Q Z + ε)
             const int64_t b = unit / call.queries.splits;
             const Span span(call.queries, unit % call.queries.splits);
             memory.set(call, mixture, b, h);
+            for (int64_t k = 0; k < K; k++)
+                add_scaled(memory.values + k * E, memory.centre, 1, E);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
                 take(call, x, call.q, b, h, first, count, call.width, false);
@@ -669,6 +683,7 @@ void write_backward(Call &call, Scratch &scratch) {
     float *x = scratch.take(TOKENS * D), *gamma = scratch.take(TOKENS * K), *grad = scratch.take(TOKENS * K);
     float *v = scratch.take(TOKENS * E);
     float *memory = scratch.take(K * E), *by_width = scratch.take(K * E), *bias = scratch.take(K);
+    float *centre = scratch.take(E);
     if (scratch.counts)
         return;
     each_task(call, call.keys, [&](int64_t h, int64_t part, int64_t unit, int64_t last_unit) {
@@ -684,9 +699,10 @@ void write_backward(Call &call, Scratch &scratch) {
                 expand(bias, call.grad_bias + at, 1, call.components);
             }
             transpose(by_width, memory, K, E);
+            take_centre(call, centre, b, h);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
-                take_keys(call, mixture, x, v, gamma, b, h, first, count, [&](int64_t n) {
+                take_keys(call, mixture, x, v, gamma, b, h, first, count, centre, [&](int64_t n) {
                     call.grad_k.claim(b, h, first + n, call.width);
                     call.grad_v.claim(b, h, first + n, call.value_width);
                 });
@@ -733,13 +749,14 @@ void causal(Call &call, Scratch &scratch) {
           *gamma_k = scratch.take(TOKENS * K);
     float *by_component = scratch.take(K * TOKENS), *affinity = scratch.take(TOKENS * TOKENS);
     float *denominator = scratch.take(TOKENS), *v = scratch.take(TOKENS * E), *out = scratch.take(TOKENS * E);
-    float *state = scratch.take(K * E), *mass = scratch.take(K);
+    float *state = scratch.take(K * E), *mass = scratch.take(K), *centre = scratch.take(E);
     if (scratch.counts)
         return;
     each_task(call, call.queries, [&](int64_t h, int64_t, int64_t b, int64_t last) {
         mixture.set(call, h);
         for (; b < last; b++) {
             std::memset(state, 0, 4 * K * E), std::memset(mass, 0, 4 * K);
+            take_centre(call, centre, b, h);
             for (int64_t first = 0; first < call.queries.length; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, call.queries.length - first);
                 if (first % (CHUNKS * TOKENS) == 0) {
@@ -752,13 +769,16 @@ void causal(Call &call, Scratch &scratch) {
                 mixture.responsibilities(gamma_q, x, mixture.constant, [&](int64_t n) {
                     call.q.fetch(b, h, first + TOKENS + n, call.width);
                 });
-                take_keys(call, mixture, x, v, gamma_k, b, h, first, count,
+                take_keys(call, mixture, x, v, gamma_k, b, h, first, count, centre,
                           [&](int64_t n) { call.out.claim(b, h, first + n, call.value_width); });
                 affinities(affinity, denominator, gamma_q, gamma_k, mass, by_component, K, call.eps);
                 product<false>(out, TOKENS, E, gamma_q, K, 1, state, K);
                 product<true, LOWER>(out, TOKENS, E, affinity, TOKENS, 1, v, TOKENS);
-                for (int64_t n = 0; n < count; n++)
+                for (int64_t n = 0; n < count; n++) {
+                    add_scaled(out + n * E, centre, -call.eps, E);
                     multiply(out + n * E, 1 / denominator[n], E);
+                    add_scaled(out + n * E, centre, 1, E);
+                }
                 put(call.out, out, b, h, first, count, call.value_width);
                 product<true>(state, K, E, gamma_k, 1, K, v, TOKENS);
                 add_rows(mass, gamma_k, K);
@@ -781,7 +801,7 @@ void causal_backward(Call &call, Scratch &scratch) {
           *grad_v = scratch.take(TOKENS * E);
     float *upstream = scratch.take(TOKENS * E), *affinity = scratch.take(TOKENS * TOKENS);
     float *grad_affinity = scratch.take(TOKENS * TOKENS), *denominator = scratch.take(TOKENS);
-    float *grad_denominator = scratch.take(TOKENS);
+    float *grad_denominator = scratch.take(TOKENS), *centre = scratch.take(E);
     const int64_t length = call.queries.length;
 
     // The states before each chunk from a saved one, and the keys' responsibilities.
@@ -807,7 +827,7 @@ void causal_backward(Call &call, Scratch &scratch) {
             clear(call, gamma, b, first, count, K);
             if (c + 1 == chunks)
                 break;
-            take(call, v, call.v, b, h, first, count, call.value_width, true);
+            take(call, v, call.v, b, h, first, count, call.value_width, true, centre);
             std::memcpy(states + (c + 1) * E * K, states + c * E * K, 4 * E * K);
             std::memcpy(masses + (c + 1) * K, masses + c * K, 4 * K);
             product<true>(states + (c + 1) * E * K, E, K, v, 1, E, gamma, TOKENS);
@@ -823,13 +843,14 @@ void causal_backward(Call &call, Scratch &scratch) {
         sums.clear();
         for (; b < last; b++) {
             std::memset(later_by_width, 0, 4 * K * E), std::memset(later_mass, 0, 4 * K);
+            take_centre(call, centre, b, h);
             for (int64_t index = saved_states(call) - 1; index >= 0; index--) {
                 for (int64_t c = forward(h, b, index) - 1; c >= 0; c--) {
                     const int64_t first = (index * CHUNKS + c) * TOKENS,
                                   count = std::min(TOKENS, length - first);
                     const float *gamma_k = gammas + c * TOKENS * K, *mass = masses + c * K;
                     take(call, x, call.q, b, h, first, count, call.width, false);
-                    take(call, v, call.v, b, h, first, count, call.value_width, true);
+                    take(call, v, call.v, b, h, first, count, call.value_width, true, centre);
                     take(call, upstream, call.grad_out, b, h, first, count, call.value_width, false);
                     mixture.responsibilities(gamma_q, x, mixture.constant, [&](int64_t n) {
                         call.k.fetch(b, h, first + n, call.width);
@@ -851,7 +872,8 @@ void causal_backward(Call &call, Scratch &scratch) {
                     for (int64_t n = 0; n < TOKENS; n++) {
                         float *row = grad_affinity + n * TOKENS;
                         const float inner = dot(row, affinity + n * TOKENS, TOKENS) +
-                                            dot(grad_query + n * K, gamma_q + n * K, K);
+                                            dot(grad_query + n * K, gamma_q + n * K, K) -
+                                            call.eps * dot(upstream + n * E, centre, E);
                         const float grad = grad_denominator[n] = -inner / denominator[n];
                         for (int64_t j = 0; j <= n; j++)
                             row[j] += grad;

@@ -204,7 +204,7 @@ class Call(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "means", "variances", "log_priors", "key_mask", "written", "mass", "grad_memory",
+                "means", "variances", "log_priors", "key_mask", "centre", "written", "mass", "grad_memory",
                 "grad_bias", "sums", "grad_means", "grad_variances", "grad_log_priors", "scratch",
             )
         ),
@@ -252,6 +252,8 @@ class Run:
         )
         self.held: list[Tensor] = []  # what the call has addresses of
         self.give(q=q, k=k, v=v, means=means, variances=variances, log_priors=log_priors, **tensors)
+        centre = blocks.lone_values(v, key_mask)
+        self.give(centre=q.new_zeros(*v.shape[:2], v.shape[3]) if centre is None else centre)
         if key_mask is not None:
             self.give(key_mask=key_mask)
 

@@ -12,6 +12,9 @@ from gma_bench.ops import blocks, gma
 FORMS = {
     "one token": {"n": 1},
     "one token, causal": {"n": 1, "causal": True},
+    "one key in all": {"n": 40, "m": 1},
+    "one real key a sequence": {"n": 40, "m": 90, "masked": True, "lone": True},
+    "one real key a sequence, causal": {"n": 90, "causal": True, "masked": True, "lone": True},
     "odd sizes": {"n": 131, "components": 5, "width": 3, "value_width": 7},
     "cross-attention": {"n": 40, "m": 333},
     "masked": {"n": 150, "masked": True},
@@ -51,10 +54,14 @@ def make(
     *,
     causal: bool = False,
     masked: bool = False,
+    lone: bool = False,
     by_token: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Gaussian tokens and means, variances from 0.2 to 8.2; the first row of a mask is all padding."""
+    """Gaussian tokens and means, variances from 0.2 to 8.2; the first row of a mask is all padding.
+
+    ``lone`` leaves each other row one real key.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -69,6 +76,8 @@ def make(
     mask = None
     if masked:
         mask = torch.rand(batch, m, generator=generator) > 0.4
+        if lone:
+            mask &= mask.cumsum(1) == 1
         if batch > 1:
             mask[0] = False
     shape = heads, components, width

@@ -24,6 +24,10 @@ GROUPS: dict[str, dict[str, dict[str, object]]] = {
         },
         "causal": SMALL | {"n": 75, "causal": True, "by_token": True},
         "causal, masked": SMALL | {"batch": 2, "n": 40, "causal": True, "masked": True},
+        "one key": SMALL | {"n": 3, "m": 1},
+        "one real key, causal": SMALL | {
+            "batch": 2, "n": 40, "causal": True, "masked": True, "lone": True,
+        },
         "far, causal": SMALL | {"n": 40, "causal": True, "offset": 30.0},
         "far": SMALL | {"n": 20, "m": 40, "offset": 30.0},
         "bfloat16": SMALL | {"n": 40, "dtype": torch.bfloat16},
