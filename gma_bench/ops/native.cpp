@@ -147,7 +147,7 @@ struct Scratch {
     int64_t used = 0; // floats
     float *take(int64_t floats) {
         float *piece = counts ? nullptr : start + used;
-        used += (floats + 15) / 16 * 16 + 7 * 16;
+        used += (floats + 15) / 16 * 16 + 3 * 16;
         return piece;
     }
 };
