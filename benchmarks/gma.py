@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ COMPARISONS = (
 )
 
 
-WITHOUT_PAGES = Comparison("broadcast form / GMA, memory kept", False, "broadcast", False, None)
+LINEAR = f"{0.9 * LONG_LEN / SEQ_LEN:.0f} to {1.1 * LONG_LEN / SEQ_LEN:.0f}"
 
 
 class Inputs:
@@ -122,16 +123,11 @@ def storage_bytes(inputs: Inputs, name: str, causal: bool) -> int:
 
 def rows() -> Iterator[dict[str, object]]:
     """Measure; ratios are medians over rounds in which all subjects take turns."""
-    yield from _times()
+    yield from _compared(Inputs(SEQ_LEN), COMPARISONS)
     yield from _memory()
     yield from _growth()
-
-
-def _times() -> Iterator[dict[str, object]]:
-    inputs = Inputs(SEQ_LEN)
-    yield from _compared(inputs, COMPARISONS)
-    with kept_memory():  # without what the system takes to find pages: see there
-        yield from list(_compared(inputs, [WITHOUT_PAGES]))
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+        yield from alone.submit(_in_kept_memory).result()
 
 
 def _compared(inputs: Inputs, comparisons: Sequence[Comparison]) -> Iterator[dict[str, object]]:
@@ -196,20 +192,7 @@ def _memory() -> Iterator[dict[str, object]]:
 
 def _growth() -> Iterator[dict[str, object]]:
     short, long = Inputs(SEQ_LEN), Inputs(LONG_LEN)
-    factor = LONG_LEN // SEQ_LEN
-    bounds = f"{0.9 * factor:.0f} to {1.1 * factor:.0f}"
-    for name, surroundings in (("", contextlib.nullcontext), (", memory kept", kept_memory)):
-        with surroundings():
-            ratios = _time_ratios(short, long)
-        yield {
-            "benchmark": f"time at {LONG_LEN:,} tokens / at {SEQ_LEN:,}{name}",
-            "seq_len": LONG_LEN,
-            "ratio": statistics.median(ratios[NUM_THREADS]),
-            "ratio_low": min(ratios[NUM_THREADS]),
-            "ratio_high": max(ratios[NUM_THREADS]),
-            "one_thread_ratio": statistics.median(ratios[1]),
-            "target": bounds,
-        }
+    yield _time_growth(short, long)
     torch.set_num_threads(NUM_THREADS)
     few_bytes, many_bytes = (peak_bytes(x, "gma", False) for x in (short, long))
     yield {
@@ -218,12 +201,11 @@ def _growth() -> Iterator[dict[str, object]]:
         "gma_mb": many_bytes / 2**20,
         "other_mb": few_bytes / 2**20,
         "ratio": many_bytes / few_bytes,
-        "target": bounds,
+        "target": LINEAR,
     }
 
 
-def _time_ratios(short: Inputs, long: Inputs) -> dict[int, list[float]]:
-    """Time at one length over that at another, round by round, for each number of threads."""
+def _time_growth(short: Inputs, long: Inputs) -> dict[str, object]:
     ratios: dict[int, list[float]] = {NUM_THREADS: [], 1: []}
     for number in range(SLOW_ROUNDS + 1):
         for threads, found in ratios.items():
@@ -232,23 +214,27 @@ def _time_ratios(short: Inputs, long: Inputs) -> dict[int, list[float]]:
             ratio = seconds(many, threads) / once
             if number:
                 found.append(ratio)
-    return ratios
+    return {
+        "benchmark": f"time at {LONG_LEN:,} tokens / at {SEQ_LEN:,}",
+        "seq_len": LONG_LEN,
+        "ratio": statistics.median(ratios[NUM_THREADS]),
+        "ratio_low": min(ratios[NUM_THREADS]),
+        "ratio_high": max(ratios[NUM_THREADS]),
+        "one_thread_ratio": statistics.median(ratios[1]),
+        "target": LINEAR,
+    }
 
 
-@contextlib.contextmanager
-def kept_memory() -> Iterator[None]:
-    """What is freed stays with the process, whatever its size, instead of going back to the system.
+def _in_kept_memory() -> list[dict[str, object]]:
+    """Rows of a process of its own, which keeps what is freed instead of giving it back.
 
     With glibc's defaults 4 MB lie where earlier tensors did, and 256 MB in pages that the system
-    must find and clear at every call: a time of its own, which depends on the machine.
+    must find and clear at every call: a time of its own, which depends on the machine. There is no
+    way back to the defaults, hence the process.
     """
-    libc = ctypes.CDLL(None)
-    trim_threshold, mmap_max = -1, -4  # as malloc.h numbers them
+    libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4  # as malloc.h numbers them
     libc.mallopt(mmap_max, 0)
     libc.mallopt(trim_threshold, 2**31 - 1)
-    try:
-        yield
-    finally:
-        libc.mallopt(mmap_max, 65536)
-        libc.mallopt(trim_threshold, 128 * 2**10)
-        libc.malloc_trim(0)
+    short = Inputs(SEQ_LEN)
+    rows = [*_compared(short, COMPARISONS[:1]), _time_growth(short, Inputs(LONG_LEN))]
+    return [row | {"benchmark": f"{row['benchmark']}, memory kept", "target": None} for row in rows]

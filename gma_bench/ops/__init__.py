@@ -7,6 +7,7 @@ import importlib.util
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gma_bench.ops import chunked, fused, native, reference  # noqa: F401 (chunked registers operators)
 
@@ -30,6 +31,7 @@ def responsibilities(x: Tensor, means: Tensor, variances: Tensor, log_priors: Te
         once.
     """
     _check_mixture(x, means, variances, log_priors)
+    _refuse_forward_mode(x, means, variances, log_priors)
     return torch.ops.gma_bench.responsibilities(x, means, variances, log_priors)
 
 
@@ -76,6 +78,8 @@ def gma(
     _check_mixture(q, means, variances, log_priors)
     if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"q {_shape(q)}, k {_shape(k)} and v {_shape(v)} do not fit together")
+    if v.shape[3] == 0:
+        raise ValueError(f"v {_shape(v)} must have d_v of at least 1")
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"causal=True needs N = M, got N={q.shape[2]} and M={k.shape[2]}")
     if key_mask is not None and (key_mask.shape != k.shape[::2] or key_mask.dtype != torch.bool):
@@ -87,6 +91,7 @@ def gma(
     arguments = q, k, v, means, variances, log_priors
     if backend == "reference":
         return reference.gma(*arguments, causal=causal, key_mask=key_mask, eps=eps)
+    _refuse_forward_mode(*arguments)
     if backend == "chunked":
         return torch.ops.gma_bench.gma(*arguments, key_mask, causal, eps)[0]
     if backend == "native":
@@ -130,8 +135,20 @@ def _check_mixture(x: Tensor, means: Tensor, variances: Tensor, log_priors: Tens
             f"means {_shape(means)} and variances {_shape(variances)} must be (H, K, d_r) for "
             f"routing vectors {_shape(x)}"
         )
+    if 0 in means.shape:
+        raise ValueError(f"means {_shape(means)} must have H, K and d_r of at least 1")
     if log_priors.shape != means.shape[:2]:
         raise ValueError(f"log_priors {_shape(log_priors)} must be (H, K) = {_shape(means)[:2]}")
+
+
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """Forward-mode derivatives of an operator without a rule for them would be zero, in silence."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            "gma has no forward-mode derivative outside backend='reference'; use that, or backward"
+        )
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

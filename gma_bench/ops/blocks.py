@@ -13,6 +13,7 @@ masked product inside them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,11 +108,21 @@ def like_layout(q: Tensor, v: Tensor) -> Tensor:
 
 
 def lone_values(v: Tensor, key_mask: Tensor | None) -> Tensor | None:
-    """The value of each sequence's only real key, ``(B, H, 1, d_v)``, and zero elsewhere; None if nowhere.
+    """What is taken from the values of each sequence: that of its only real key, zero if there are more.
 
-    All that can be read from a single key is its value, so gradients of queries and keys are ε's
-    share alone: what rounding would make of a difference. Taken from the values beforehand, it
-    leaves that share as such.
+    Every query that sees a lone key reads the key's value, so that gradients for queries, keys and
+    the mixture are of order ε: less than what float32 rounds away of the value. With it taken out
+    beforehand they are exact. From many values nothing is taken: the first of them lies further
+    from what is read, their mean, than zero mostly does, and would cost a digit. (Nor in context
+    parallelism, where no process knows who holds the key, nor by the kernels from values in 16
+    bits, of which it is no more than the rounding.)
+
+    Args:
+        v: ``(B, H, M, d_v)``.
+        key_mask: ``(B, M)``, as for :func:`gma_bench.ops.gma`.
+
+    Returns:
+        ``(B, H, 1, d_v)`` in the dtype of computation; None where no sequence can have a lone key.
     """
     if v.shape[2] == 1 and key_mask is None:
         return v.to(compute_dtype(v)).contiguous()
@@ -122,13 +133,25 @@ def lone_values(v: Tensor, key_mask: Tensor | None) -> Tensor | None:
     return torch.where(lone, first.to(compute_dtype(v)), 0.0).unsqueeze(2)
 
 
-def sources_of(
-    k: Tensor, v: Tensor, key_mask: Tensor | None, centre: Tensor | None, group: Group
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What :class:`Keys` takes its blocks from."""
-    mask = None if key_mask is None else key_mask[group]
-    taken = None if centre is None else by_head(centre, group)
-    return by_head(k, group), by_head(v, group), mask, taken
+class Sources(NamedTuple):
+    """What :class:`Keys` takes its blocks from: the sequences of a group."""
+
+    k: Tensor  # (H, g, M, d_r)
+    v: Tensor  # (H, g, M, d_v)
+    key_mask: Tensor | None  # (g, M)
+    centre: Tensor | None  # (H, g, 1, d_v), taken from the values
+
+    @classmethod
+    def of(
+        cls, k: Tensor, v: Tensor, key_mask: Tensor | None, centre: Tensor | None, group: Group
+    ) -> Sources:
+        """Those of a group."""
+        return cls(
+            by_head(k, group),
+            by_head(v, group),
+            None if key_mask is None else key_mask[group],
+            None if centre is None else by_head(centre, group),
+        )
 
 
 class Keys:
@@ -137,13 +160,11 @@ class Keys:
     def __init__(
         self,
         mixture: Mixture,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        centre: Tensor | None,
+        sources: Sources,
         span: slice,
         magnitude: float,
     ) -> None:
+        k, v, key_mask, centre = sources
         self.padding = padding(key_mask, span)
         self.x = take(k, span, mixture.dtype)
         self.values = take(v, span, mixture.dtype)
@@ -196,9 +217,9 @@ def write(
         count = group.stop - group.start
         total = written.new_zeros(heads * count, components, v.shape[-1])
         total_mass = written.new_zeros(heads * count, components)
-        sources = sources_of(k, v, key_mask, centre, group)
+        sources = Sources.of(k, v, key_mask, centre, group)
         for span in spans(length, tokens):
-            keys = Keys(mixture, *sources, span, magnitude)
+            keys = Keys(mixture, sources, span, magnitude)
             gamma = per_sequence(keys.gamma, count)
             total.baddbmm_(gamma.transpose(1, 2), per_sequence(keys.values, count))
             total_mass += gamma.sum(1)
@@ -210,20 +231,28 @@ def write(
 class Memory:
     """What the queries of a group read: ``U = Ṽ / (Z + ε)`` weighted by ``Z + ε``.
 
-    Of values less c it is ``U − c = (Ṽ − ε c) / (Z + ε)``.
+    Where c was taken from the values, ``Ṽ`` is smaller by ``Z c``. Forward adds that again; backward
+    wants ``U − c = (Ṽ − ε c) / (Z + ε)``, which keeps what tells keys apart.
     """
 
     def __init__(
-        self, written: Tensor, mass: Tensor, centre: Tensor | None, group: Group, eps: float
+        self,
+        written: Tensor,
+        mass: Tensor,
+        centre: Tensor | None,
+        group: Group,
+        eps: float,
+        backward: bool,
     ) -> None:
-        scale = mass[group].transpose(0, 1).add(eps)  # (H, g, K)
+        mass = by_head(mass, group)  # (H, g, K)
+        scale = mass + eps
         self.log_weight = scale.log().unsqueeze(2)  # (H, g, 1, K)
         self.scale = scale.flatten(0, 1).unsqueeze(-1)  # (H·g, K, 1)
-        self.centre = None if centre is None else by_head(centre, group).flatten(0, 1)
-        values = merge(written[group])
-        if self.centre is not None:
-            values = values - eps * self.centre
-        self.values = values / self.scale  # (H·g, K, d_v)
+        values = merge(written[group])  # (H·g, K, d_v)
+        if centre is not None:
+            share = -eps if backward else mass.flatten(0, 1).unsqueeze(-1)
+            values = values + share * by_head(centre, group).flatten(0, 1)
+        self.values = values / self.scale
 
 
 def read(
@@ -239,14 +268,13 @@ def read(
     size, tokens = plan(q, mixture.components)
     magnitude = mixture.magnitude(q)
     for group in groups(len(q), size):
-        memory = Memory(written, mass, centre, group, eps)
-        values = memory.values if memory.centre is None else memory.values + memory.centre
+        memory = Memory(written, mass, centre, group, eps, backward=False)
         count = group.stop - group.start
         source, target = by_head(q, group), by_head(out, group)
         for span in spans(q.shape[2], tokens):
             x = take(source, span, mixture.dtype)
             weights, _ = mixture.responsibilities(x, memory.log_weight, magnitude)
-            put(target, span, torch.bmm(per_sequence(weights, count), values))
+            put(target, span, torch.bmm(per_sequence(weights, count), memory.values))
 
 
 def read_backward(
@@ -265,7 +293,7 @@ def read_backward(
     size, tokens = plan(q, mixture.components)
     magnitude = mixture.magnitude(q)
     for group in groups(len(q), size):
-        memory = Memory(written, mass, centre, group, eps)
+        memory = Memory(written, mass, centre, group, eps, backward=True)
         count = group.stop - group.start
         grad_values = torch.zeros_like(memory.values)
         grad_bias = grad_values.new_zeros(grad_values.shape[:2])  # (H·g, K)
@@ -311,10 +339,10 @@ def write_backward(
         count = group.stop - group.start
         total = merge(grad_written[group])
         total_mass = merge(grad_mass[group].unsqueeze(2))  # (H·g, 1, K)
-        sources = sources_of(k, v, key_mask, centre, group)
+        sources = Sources.of(k, v, key_mask, centre, group)
         target_k, target_v = by_head(grad_k, group), by_head(grad_v, group)
         for span in spans(k.shape[2], tokens):
-            keys = Keys(mixture, *sources, span, magnitude)
+            keys = Keys(mixture, sources, span, magnitude)
             gamma = per_sequence(keys.gamma, count)
             put(target_v, span, torch.bmm(gamma, total))
             grad_logits = torch.baddbmm(
@@ -392,19 +420,27 @@ class Causal:
         self.count, self.chunks = count, length // chunk
         self.gamma_q, self.gamma_k = chunked(self.query_gamma, chunk), chunked(keys.gamma, chunk)
         self.values = chunked(keys.values, chunk)
-        self.eps = eps
-        self.centre = (  # of each chunk, (E·c, 1, d_v)
-            None if centre is None else centre.flatten(0, 1).repeat_interleave(self.chunks, 0)
-        )
         self.states, self.next_state = self.scan(
             torch.bmm(self.gamma_k.transpose(1, 2), self.values), state
         )
         masses, self.next_mass = self.scan(self.gamma_k.sum(1), mass)
         self.masses = masses.unsqueeze(1)  # (E·c, 1, K)
         self.affinity = torch.bmm(self.gamma_q, self.gamma_k.transpose(1, 2)).tril_()
-        self.denominator = (
-            dot(self.gamma_q, self.masses).add_(self.affinity.sum(-1, keepdim=True)).add_(eps)
-        )
+        found = dot(self.gamma_q, self.masses).add_(self.affinity.sum(-1, keepdim=True))
+        self.denominator = found + eps  # (E·c, chunk, 1)
+        self.centre = None  # of each query, (E·c, chunk, d_v)
+        if centre is not None:  # a key that is still to come leaves nothing
+            of_chunk = centre.flatten(0, 1).repeat_interleave(self.chunks, 0)
+            self.centre = torch.where(found > 0, of_chunk, 0.0)
+        self.found, self.eps = found, eps
+
+    def output(self) -> Tensor:
+        """What the queries read, ``(E·c, chunk, d_v)``."""
+        numerator = torch.bmm(self.affinity, self.values)
+        numerator.baddbmm_(self.gamma_q, self.states)
+        if self.centre is not None:
+            numerator.addcmul_(self.centre, self.found)
+        return numerator.div_(self.denominator)
 
     def scan(self, parts: Tensor, state: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """Exclusive prefix (or suffix) sums over the chunks of a block, from ``state (E, …)``.
@@ -436,11 +472,12 @@ def causal(
     mass: Tensor | None = None,
     centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal GMA into ``out (B, H, N, d_v)``, from a state, or of values less ``centre``.
+    """Causal GMA into ``out (B, H, N, d_v)``; from a state, or with ``centre`` taken from the values.
 
     Returns the state before each block and its mass: ``(blocks + 1, B, H, K, d_v)`` and
     ``(blocks + 1, B, H, K)``; the last one is the state after the sequence.
     """
+    assert state is None or centre is None, "a state is of values as they are"
     size, tokens = plan(q, mixture.components, CHUNK)
     parts = causal_spans(q.shape[2], tokens)
     magnitudes = mixture.magnitude(q), mixture.magnitude(k)
@@ -448,11 +485,11 @@ def causal(
     for group in groups(len(q), size):
         count = group.stop - group.start
         current, current_mass = initial_state(states[0, group], state, mass, group)
-        sources = sources_of(k, v, key_mask, centre, group)
+        sources = Sources.of(k, v, key_mask, centre, group)
         queries, target = by_head(q, group), by_head(out, group)
         for index, span in enumerate(parts):
             store(states[index, group], masses[index, group], current, current_mass)
-            keys = Keys(mixture, *sources, span, magnitudes[1])
+            keys = Keys(mixture, sources, span, magnitudes[1])
             block = Causal(
                 mixture,
                 take(queries, span, mixture.dtype),
@@ -461,19 +498,12 @@ def causal(
                 current,
                 current_mass,
                 eps,
-                sources[3],
+                sources.centre,
                 magnitudes[0],
             )
-            numerator = torch.bmm(block.affinity, block.values)
-            numerator.baddbmm_(block.gamma_q, block.states)
-            if block.centre is not None:
-                numerator.sub_(eps * block.centre)
-            numerator.div_(block.denominator)
-            if block.centre is not None:
-                numerator.add_(block.centre)
-            put(target, span, numerator)
+            put(target, span, block.output())
             current, current_mass = block.next_state, block.next_mass
-            del keys, block, numerator  # before the next block needs its own
+            del keys, block  # before the next block needs its own
         store(states[-1, group], masses[-1, group], current, current_mass)
     return states, masses
 
@@ -501,11 +531,11 @@ def causal_backward(
         count = group.stop - group.start
         later = states.new_zeros(q.shape[1] * count, *states.shape[-2:])
         later_mass = later.new_zeros(later.shape[:2])
-        sources = sources_of(k, v, key_mask, centre, group)
+        sources = Sources.of(k, v, key_mask, centre, group)
         queries, upstream = by_head(q, group), by_head(grad_out, group)
         target_q, target_k, target_v = (by_head(t, group) for t in (grad_q, grad_k, grad_v))
         for index, span in reversed(list(enumerate(parts))):
-            keys = Keys(mixture, *sources, span, magnitudes[1])
+            keys = Keys(mixture, sources, span, magnitudes[1])
             x = take(queries, span, mixture.dtype)
             block = Causal(
                 mixture,
@@ -515,7 +545,7 @@ def causal_backward(
                 merge(states[index, group]),
                 merge(masses[index, group]),
                 eps,
-                sources[3],
+                sources.centre,
                 magnitudes[0],
             )
             grad = chunked(take(upstream, span, mixture.dtype), block.values.shape[1])

@@ -145,7 +145,7 @@ class Prepared:
     def split(self, length: int) -> tuple[int, int, int, int]:
         """``(programs, parts, blocks of a part, parts of a program)`` for a length."""
         count = max(1, -(-length // self.tiles.block))
-        wanted = max(1, 2 * processors(self.q.device) // (self.batch * self.heads))
+        wanted = max(1, 2 * processors(self.q.device) // max(1, self.batch * self.heads))
         if not self.causal:
             each = -(-count // min(wanted, count))
             return -(-count // each), -(-count // each), each, 1
@@ -175,7 +175,7 @@ class Prepared:
         if not self.causal:
             return states.sum(1, keepdim=True), masses.sum(1, keepdim=True)
         for tensor in (states, masses):
-            size = tensor[0, 0].numel()
+            size = tensor.shape[2:].numel()
             grid = -(-size // SCAN_BLOCK), tensor.shape[0]
             self.kernels.scan[grid](
                 tensor, size, tensor.shape[1], REVERSE=reverse, BLOCK=SCAN_BLOCK
@@ -301,7 +301,7 @@ def gma_fused_backward_body(
         programs, grad_parts, part_blocks, program_parts = call.split(q.shape[2])
         sums_q = Sums(call, programs)
         grad_states, grad_masses = call.states(grad_parts)
-        grad_q, ratios = torch.empty_like(q), torch.empty_like(denominators)
+        grad_q, ratios = torch.empty_like(call.q), torch.empty_like(denominators)
         call.launch(
             call.kernels.read_backward,
             (programs, sequences),
@@ -334,7 +334,7 @@ def gma_fused_backward_body(
         grad_states, grad_masses = call.join(grad_states, grad_masses, reverse=True)
         programs, key_parts, part_blocks, program_parts = call.split(k.shape[2])
         sums_k = Sums(call, programs)
-        grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+        grad_k, grad_v = torch.empty_like(call.k), torch.empty_like(call.v)
         call.launch(
             call.kernels.write_backward,
             (programs, sequences),
@@ -362,7 +362,9 @@ def gma_fused_backward_body(
             CAUSAL=causal,
             MASKED=call.masked,
         )
-        return grad_q, grad_k, grad_v, *finish(call, sums_q, sums_k)
+        grads = zip((q, k, v), (call.q, call.k, call.v), (grad_q, grad_k, grad_v), strict=True)
+        laid_out = [g if x is taken else torch.empty_like(x).copy_(g) for x, taken, g in grads]
+        return *laid_out, *finish(call, sums_q, sums_k)  # type: ignore[return-value]
 
 
 class Sums:

@@ -415,7 +415,7 @@ def read(
     mass = tl.load(masses + slots, mask=slots < components, other=0.0)
     for start in tl.range(0, value_width, VALUE_TILE, disable_licm=True):
         columns = start + tl.arange(0, VALUE_TILE)
-        denominator = tl.sum(gamma * mass[None, :], 1) + eps
+        found = tl.sum(gamma * mass[None, :], 1)
         state = tile(states, value_width, slots, columns, components, value_width)
         numerator = product(gamma, state, COARSE, PRECISION)
         if CAUSAL:
@@ -449,13 +449,15 @@ def read(
                 values = value_tile(
                     v, centre, v_row, keys, columns, real, length, value_width, COARSE
                 )
-                denominator += tl.sum(affinity, 1)
+                found += tl.sum(affinity, 1)
                 numerator += product(affinity, values, COARSE, PRECISION)
+        denominator = found + eps
         result = numerator / denominator[:, None]
-        if COARSE == 0:
-            centre_tile = shift(centre, columns, value_width)
-            result -= centre_tile * (eps / denominator)[:, None]
-            put(out, o_row, rows, columns, length, value_width, result + centre_tile)
+        if COARSE == 0:  # nothing of a later key where nothing was found yet
+            taken = tl.where(found[:, None] > 0, shift(centre, columns, value_width), 0.0)
+            whole = result + taken * (found / denominator)[:, None]
+            put(out, o_row, rows, columns, length, value_width, whole)
+            result -= taken * (eps / denominator)[:, None]
         else:
             put(out, o_row, rows, columns, length, value_width, result)
         put(

@@ -1,9 +1,9 @@
 // GMA on a CPU, float32: what native.py calls. Plain C++ with the compiler's vector types; no library.
 //
 // Everything happens inside a block of TOKENS tokens that stays in the cache. Blocks are copied to
-// scratch and padded with zeros there, so that no loop has a remainder. Logits and their gradients are
-// formed from x − μ directly, never by expanding the square: a subtraction takes a port of its own
-// beside the multiply-adds, so it costs nothing, and nothing cancels far from the origin.
+// scratch and padded with zeros there, so that no loop over one has a remainder. Logits and their gradients
+// are formed from x − μ directly, never by expanding the square: a subtraction takes a port of its own beside
+// the multiply-adds, so it costs nothing, and nothing cancels far from the origin.
 //
 // A call is cut into tasks by its shapes alone; workers take them from a counter. Each task has its own
 // place for what it sums, so results do not depend on the number of threads.
@@ -31,7 +31,7 @@ constexpr float LARGEST = 68719476736; // 2^36: beyond it a square or a product 
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4))); // of a tensor, at any address
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t ivec __attribute__((vector_size(4 * LANES)));
 #define UNROLL _Pragma("GCC unroll 16")
 
 int64_t padded(int64_t n) { // to whole vectors, and to eights
@@ -91,17 +91,14 @@ struct View { // a tensor (B, H, N, width) whose last dimension is contiguous; s
     float *data;
     int64_t batch, head, token;
     float *at(int64_t b, int64_t h, int64_t n) const { return data + b * batch + h * head + n * token; }
-    // Hints that a row will soon be read or overwritten; any address will do. Without a statement that the
-    // compiler cannot see through, GCC takes a function of nothing but hints for one without effect.
-    void fetch(int64_t b, int64_t h, int64_t n, int64_t width) const {
+    // Hints that a row, of the tensor or not, will soon be read or overwritten.
+    void fetch(int64_t b, int64_t h, int64_t n, int64_t width) const { hint<0>(b, h, n, width); }
+    void claim(int64_t b, int64_t h, int64_t n, int64_t width) const { hint<1>(b, h, n, width); }
+    template <int WRITE> void hint(int64_t b, int64_t h, int64_t n, int64_t width) const {
+        const uintptr_t row = reinterpret_cast<uintptr_t>(data) + 4 * (b * batch + h * head + n * token);
         for (int64_t c = 0; c < width; c += 16)
-            __builtin_prefetch(at(b, h, n) + c, 0, 3);
-        asm volatile("");
-    }
-    void claim(int64_t b, int64_t h, int64_t n, int64_t width) const {
-        for (int64_t c = 0; c < width; c += 16)
-            __builtin_prefetch(at(b, h, n) + c, 1, 3);
-        asm volatile("");
+            __builtin_prefetch(reinterpret_cast<const void *>(row + 4 * c), WRITE, 3);
+        asm volatile(""); // GCC takes a function of nothing but hints for one without effect
     }
 };
 
@@ -118,7 +115,7 @@ extern "C" struct Call { // as native.py declares it
     View q, k, v, out, grad_out, grad_q, grad_k, grad_v;
     const float *means, *variances, *log_priors; // (H, K, D), (H, K, D), (H, K)
     const uint8_t *key_mask;                     // (B, M) or null
-    const float *centre;                         // (B, H, E): what is taken from the values; native.py
+    const float *centre;                         // (B, H, E), or null: see blocks.lone_values
     float *written, *mass;                       // a split or a saved state: (S, B, H, K, E), (S, B, H, K)
     float *grad_memory, *grad_bias;              // (S, B, H, K, E), (S, B, H, K)
     float *sums;                                 // (P, H, 2·K·D + K)
@@ -138,16 +135,18 @@ extern "C" struct Call { // as native.py declares it
 
 namespace {
 
-// Hands out a worker's memory from the front, in whole cache lines and some between two pieces: loops read
-// several at once, and at one place of a page they would hide one another from the processor. A step takes
-// all that it needs first; where scratch only counts, it goes no further.
+// Hands out a worker's memory from the front. A step takes all that it needs first; where scratch only
+// counts, it goes no further.
 struct Scratch {
+    // Floats between two pieces, whole cache lines: loops walk several pieces at once, and at the same place
+    // of their pages they would contend for the same sets of the cache.
+    static constexpr int64_t GAP = 3 * 16;
     float *start;
     bool counts;
     int64_t used = 0; // floats
     float *take(int64_t floats) {
         float *piece = counts ? nullptr : start + used;
-        used += (floats + 15) / 16 * 16 + 3 * 16;
+        used += (floats + 15) / 16 * 16 + GAP;
         return piece;
     }
 };
@@ -266,27 +265,26 @@ void multiply(float *to, float scale, int64_t cols) {
         store(to + c, load(to + c) * scale);
 }
 
-// Row by row they would wait for one another's sums and maxima; so one kind of work for all rows, then the
-// next.
+// One row at a time, each step would wait for the reduction before it; so each goes over all rows.
 void softmax(float *rows, int64_t cols) {
-    float of_row[TOKENS]; // the largest, then the sum
+    float most[TOKENS], sums[TOKENS];
     for (int64_t row = 0; row < TOKENS; row++) {
         vec top = load(rows + row * cols);
         for (int64_t c = LANES; c < cols; c += LANES)
             top = larger(load(rows + row * cols + c), top);
-        of_row[row] = largest(top);
+        most[row] = largest(top);
     }
     for (int64_t row = 0; row < TOKENS; row++) {
         vec sum = {};
         for (int64_t at = row * cols; at < (row + 1) * cols; at += LANES) {
-            const vec e = exponential(load(rows + at) - of_row[row]);
+            const vec e = exponential(load(rows + at) - most[row]);
             store(rows + at, e);
             sum += e;
         }
-        of_row[row] = total(sum);
+        sums[row] = total(sum);
     }
     for (int64_t row = 0; row < TOKENS; row++)
-        multiply(rows + row * cols, 1 / of_row[row], cols);
+        multiply(rows + row * cols, 1 / sums[row], cols);
 }
 
 float dot(const float *a, const float *b, int64_t cols) {
@@ -304,7 +302,7 @@ void add_scaled(float *to, const float *from, float scale, int64_t cols) {
 // g <- γ (g − Σ g γ), its column sums added to `sums`. The mean goes out twice: where one γ is nearly 1,
 // its gradient is what rounding leaves of the rest.
 void softmax_backward(float *grad, const float *gamma, float *sums, int64_t cols) {
-    float mean[TOKENS]; // then what is left of it
+    float mean[TOKENS], rest[TOKENS];
     for (int64_t row = 0; row < TOKENS; row++)
         mean[row] = dot(grad + row * cols, gamma + row * cols, cols);
     for (int64_t row = 0; row < TOKENS; row++) {
@@ -314,13 +312,13 @@ void softmax_backward(float *grad, const float *gamma, float *sums, int64_t cols
             store(grad + at, centred);
             sum += centred * load(gamma + at);
         }
-        mean[row] = total(sum);
+        rest[row] = total(sum);
     }
     for (int64_t c = 0; c < cols; c += LANES) {
         vec sum = load(sums + c);
         for (int64_t row = 0; row < TOKENS; row++) {
             const int64_t at = row * cols + c;
-            const vec value = load(gamma + at) * (load(grad + at) - mean[row]);
+            const vec value = load(gamma + at) * (load(grad + at) - rest[row]);
             store(grad + at, value);
             sum += value;
         }
@@ -410,8 +408,8 @@ struct Mixture { // of one head, in the layouts that the products want
     }
 };
 
-// Copy tokens first … first+count of one sequence to (TOKENS, padded width), less `centre` where there is one;
-// what is absent or masked is zero.
+// Copy tokens first … first+count of one sequence to (TOKENS, padded width), less `centre` where there is
+// one; what is absent or masked is zero.
 void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t first, int64_t count,
           int64_t width, bool keys, const float *centre = nullptr) {
     const int64_t size = padded(width);
@@ -488,9 +486,11 @@ void compact(float *to, const float *from, int64_t rows, int64_t width) {
         std::memcpy(to + r * width, from + r * padded(width), 4 * width);
 }
 
-void take_centre(const Call &call, float *to, int64_t b, int64_t h) { // padded with zeros
+// What is taken from the values of a sequence and head, padded with zeros.
+void take_centre(const Call &call, float *to, int64_t b, int64_t h) {
     std::memset(to, 0, 4 * padded(call.value_width));
-    std::memcpy(to, call.centre + (b * call.heads + h) * call.value_width, 4 * call.value_width);
+    if (call.centre)
+        std::memcpy(to, call.centre + (b * call.heads + h) * call.value_width, 4 * call.value_width);
 }
 
 struct Span { // tokens [first, last) of one split
@@ -543,15 +543,18 @@ void logits_backward(const Mixture &mixture, const Sums &sums, const float *grad
     logit_gradients(x, sums.first, sums.second, mixture.D, grad, mixture.K, mixture.mean, mixture.weight);
 }
 
-// What queries read: U = Ṽ / (Z + ε), weighted by Z + ε. Of values less a centre c, whose Ṽ is by Z c less,
-// U − c = (Ṽ − ε c) / (Z + ε).
+// What queries read: U = Ṽ / (Z + ε), weighted by Z + ε. Where a centre c was taken from the values, Ṽ is
+// smaller by Z c: forward adds it again, backward wants U − c = (Ṽ − ε c) / (Z + ε), which keeps what tells
+// keys apart.
 struct Memory {
     int64_t K, E;
-    float *values, *scale, *bias, *centre; // (K, E): U − c, (K), (K), (E)
+    float *values;       // (K, E): U or U − c
+    float *scale, *bias; // (K): Z + ε, and what it adds to the logits
+    float *centre;       // (E)
     Memory(const Call &call, Scratch &scratch)
         : K(padded(call.components)), E(padded(call.value_width)), values(scratch.take(K * E)),
           scale(scratch.take(K)), bias(scratch.take(K)), centre(scratch.take(E)) {}
-    void set(const Call &call, const Mixture &mixture, int64_t b, int64_t h) {
+    void set(const Call &call, const Mixture &mixture, int64_t b, int64_t h, bool centred) {
         std::memset(values, 0, 4 * K * E), std::memset(scale, 0, 4 * K);
         for (int64_t s = 0; s < call.keys.splits; s++) {
             const int64_t at = call.place(s, b, h);
@@ -560,9 +563,9 @@ struct Memory {
         }
         take_centre(call, centre, b, h);
         for (int64_t k = 0; k < K; k++) {
+            add_scaled(values + k * E, centre, centred ? -call.eps : scale[k], E);
             scale[k] += call.eps;
             bias[k] = mixture.constant[k] + std::log(scale[k]);
-            add_scaled(values + k * E, centre, -call.eps, E);
             multiply(values + k * E, 1 / scale[k], E);
         }
     }
@@ -570,7 +573,7 @@ struct Memory {
 
 // ------------------------------------------------------------------------------------ bidirectional
 
-void write(Call &call, Scratch &scratch) { // Ṽ = Γ_Kᵀ V, Z = Γ_Kᵀ 1
+void write(Call &call, Scratch &scratch) { // Ṽ = Γ_Kᵀ (V − c), Z = Γ_Kᵀ 1
     Mixture mixture(call, scratch, false);
     const int64_t K = mixture.K, D = mixture.D, E = padded(call.value_width);
     float *x = scratch.take(TOKENS * D), *gamma = scratch.take(TOKENS * K), *v = scratch.take(TOKENS * E);
@@ -582,8 +585,8 @@ void write(Call &call, Scratch &scratch) { // Ṽ = Γ_Kᵀ V, Z = Γ_Kᵀ 1
         for (; unit < last_unit; unit++) {
             const int64_t b = unit / call.keys.splits, split = unit % call.keys.splits;
             const Span span(call.keys, split);
-            std::memset(written, 0, 4 * K * E), std::memset(mass, 0, 4 * K);
             take_centre(call, centre, b, h);
+            std::memset(written, 0, 4 * K * E), std::memset(mass, 0, 4 * K);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
                 take_keys(call, mixture, x, v, gamma, b, h, first, count, centre, [](int64_t) {});
@@ -609,9 +612,7 @@ void read(Call &call, Scratch &scratch) { // O = Γ_Q Ṽ / (Γ_Q Z + ε)
         for (; unit < last_unit; unit++) {
             const int64_t b = unit / call.queries.splits;
             const Span span(call.queries, unit % call.queries.splits);
-            memory.set(call, mixture, b, h);
-            for (int64_t k = 0; k < K; k++)
-                add_scaled(memory.values + k * E, memory.centre, 1, E);
+            memory.set(call, mixture, b, h, false);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, span.last - first);
                 take(call, x, call.q, b, h, first, count, call.width, false);
@@ -643,7 +644,7 @@ void read_backward(Call &call, Scratch &scratch) {
         for (; unit < last_unit; unit++) {
             const int64_t b = unit / call.queries.splits, split = unit % call.queries.splits;
             const Span span(call.queries, split);
-            memory.set(call, mixture, b, h);
+            memory.set(call, mixture, b, h, true);
             transpose(by_width, memory.values, K, E);
             std::memset(grad_values, 0, 4 * K * E), std::memset(grad_bias, 0, 4 * K);
             for (int64_t first = span.first; first < span.last; first += TOKENS) {
@@ -728,9 +729,10 @@ int64_t saved_states(const Call &call) {
     return (call.queries.length + CHUNKS * TOKENS - 1) / (CHUNKS * TOKENS);
 }
 
-// Affinity Γ_Q Γ_Kᵀ of a chunk, zero above the diagonal, and the denominators of its reads.
-void affinities(float *affinity, float *denominator, const float *gamma_q, const float *gamma_k,
-                const float *mass, float *by_component, int64_t K, float eps) {
+// Affinity Γ_Q Γ_Kᵀ of a chunk, zero above the diagonal, and what each query finds, Γ_Q Z: its denominator
+// without ε.
+void affinities(float *affinity, float *found, const float *gamma_q, const float *gamma_k, const float *mass,
+                float *by_component, int64_t K) {
     transpose(by_component, gamma_k, TOKENS, K);
     product<false, RESULT>(affinity, TOKENS, TOKENS, gamma_q, K, 1, by_component, K);
     keep_lower(affinity);
@@ -738,7 +740,7 @@ void affinities(float *affinity, float *denominator, const float *gamma_q, const
         vec sum = {};
         for (int64_t c = 0; c <= n; c += LANES)
             sum += load(affinity + n * TOKENS + c);
-        denominator[n] = total(sum) + dot(gamma_q + n * K, mass, K) + eps;
+        found[n] = total(sum) + dot(gamma_q + n * K, mass, K);
     }
 }
 
@@ -748,15 +750,15 @@ void causal(Call &call, Scratch &scratch) {
     float *x = scratch.take(TOKENS * D), *gamma_q = scratch.take(TOKENS * K),
           *gamma_k = scratch.take(TOKENS * K);
     float *by_component = scratch.take(K * TOKENS), *affinity = scratch.take(TOKENS * TOKENS);
-    float *denominator = scratch.take(TOKENS), *v = scratch.take(TOKENS * E), *out = scratch.take(TOKENS * E);
+    float *found = scratch.take(TOKENS), *v = scratch.take(TOKENS * E), *out = scratch.take(TOKENS * E);
     float *state = scratch.take(K * E), *mass = scratch.take(K), *centre = scratch.take(E);
     if (scratch.counts)
         return;
     each_task(call, call.queries, [&](int64_t h, int64_t, int64_t b, int64_t last) {
         mixture.set(call, h);
         for (; b < last; b++) {
-            std::memset(state, 0, 4 * K * E), std::memset(mass, 0, 4 * K);
             take_centre(call, centre, b, h);
+            std::memset(state, 0, 4 * K * E), std::memset(mass, 0, 4 * K);
             for (int64_t first = 0; first < call.queries.length; first += TOKENS) {
                 const int64_t count = std::min(TOKENS, call.queries.length - first);
                 if (first % (CHUNKS * TOKENS) == 0) {
@@ -771,13 +773,13 @@ void causal(Call &call, Scratch &scratch) {
                 });
                 take_keys(call, mixture, x, v, gamma_k, b, h, first, count, centre,
                           [&](int64_t n) { call.out.claim(b, h, first + n, call.value_width); });
-                affinities(affinity, denominator, gamma_q, gamma_k, mass, by_component, K, call.eps);
+                affinities(affinity, found, gamma_q, gamma_k, mass, by_component, K);
                 product<false>(out, TOKENS, E, gamma_q, K, 1, state, K);
                 product<true, LOWER>(out, TOKENS, E, affinity, TOKENS, 1, v, TOKENS);
                 for (int64_t n = 0; n < count; n++) {
-                    add_scaled(out + n * E, centre, -call.eps, E);
-                    multiply(out + n * E, 1 / denominator[n], E);
-                    add_scaled(out + n * E, centre, 1, E);
+                    if (found[n] > 0)
+                        add_scaled(out + n * E, centre, found[n], E);
+                    multiply(out + n * E, 1 / (found[n] + call.eps), E);
                 }
                 put(call.out, out, b, h, first, count, call.value_width);
                 product<true>(state, K, E, gamma_k, 1, K, v, TOKENS);
@@ -800,7 +802,7 @@ void causal_backward(Call &call, Scratch &scratch) {
     float *v = scratch.take(TOKENS * E), *v_by_width = scratch.take(E * TOKENS),
           *grad_v = scratch.take(TOKENS * E);
     float *upstream = scratch.take(TOKENS * E), *affinity = scratch.take(TOKENS * TOKENS);
-    float *grad_affinity = scratch.take(TOKENS * TOKENS), *denominator = scratch.take(TOKENS);
+    float *grad_affinity = scratch.take(TOKENS * TOKENS), *found = scratch.take(TOKENS);
     float *grad_denominator = scratch.take(TOKENS), *centre = scratch.take(E);
     const int64_t length = call.queries.length;
 
@@ -842,8 +844,8 @@ void causal_backward(Call &call, Scratch &scratch) {
         mixture.set(call, h);
         sums.clear();
         for (; b < last; b++) {
-            std::memset(later_by_width, 0, 4 * K * E), std::memset(later_mass, 0, 4 * K);
             take_centre(call, centre, b, h);
+            std::memset(later_by_width, 0, 4 * K * E), std::memset(later_mass, 0, 4 * K);
             for (int64_t index = saved_states(call) - 1; index >= 0; index--) {
                 for (int64_t c = forward(h, b, index) - 1; c >= 0; c--) {
                     const int64_t first = (index * CHUNKS + c) * TOKENS,
@@ -861,9 +863,9 @@ void causal_backward(Call &call, Scratch &scratch) {
                         call.grad_k.claim(b, h, first + n, call.width);
                         call.grad_v.claim(b, h, first + n, call.value_width);
                     });
-                    affinities(affinity, denominator, gamma_q, gamma_k, mass, by_component, K, call.eps);
+                    affinities(affinity, found, gamma_q, gamma_k, mass, by_component, K);
                     for (int64_t n = 0; n < TOKENS; n++)
-                        multiply(upstream + n * E, 1 / denominator[n], E);
+                        multiply(upstream + n * E, 1 / (found[n] + call.eps), E);
                     // of the affinity and of the queries' responsibilities
                     transpose(v_by_width, v, TOKENS, E);
                     product<false, RESULT>(grad_affinity, TOKENS, TOKENS, upstream, E, 1, v_by_width, E);
@@ -871,10 +873,11 @@ void causal_backward(Call &call, Scratch &scratch) {
                     keep_lower(grad_affinity);
                     for (int64_t n = 0; n < TOKENS; n++) {
                         float *row = grad_affinity + n * TOKENS;
-                        const float inner = dot(row, affinity + n * TOKENS, TOKENS) +
-                                            dot(grad_query + n * K, gamma_q + n * K, K) -
-                                            call.eps * dot(upstream + n * E, centre, E);
-                        const float grad = grad_denominator[n] = -inner / denominator[n];
+                        float inner = dot(row, affinity + n * TOKENS, TOKENS) +
+                                      dot(grad_query + n * K, gamma_q + n * K, K);
+                        if (found[n] > 0)
+                            inner -= call.eps * dot(upstream + n * E, centre, E);
+                        const float grad = grad_denominator[n] = -inner / (found[n] + call.eps);
                         for (int64_t j = 0; j <= n; j++)
                             row[j] += grad;
                         add_scaled(grad_query + n * K, mass, grad, K);
@@ -910,30 +913,32 @@ void causal_backward(Call &call, Scratch &scratch) {
 
 // Gradients of means, variances and log priors from the sums of all parts, which are added in double.
 void finish(Call &call, Scratch &scratch) {
-    const int64_t rows = call.components, width = call.width, size = rows * (2 * width + 1);
-    const int64_t parts = std::max(call.queries.parts, call.keys.parts);
-    double *first = reinterpret_cast<double *>(scratch.take(2 * width));
-    double *second = reinterpret_cast<double *>(scratch.take(2 * width));
     if (scratch.counts)
         return;
+    constexpr int64_t SOME = 16; // of the width at a time
+    const int64_t rows = call.components, width = call.width, size = rows * (2 * width + 1);
+    const int64_t parts = std::max(call.queries.parts, call.keys.parts);
     for (int64_t h = 0; h < call.heads; h++)
         for (int64_t k = 0; k < rows; k++) {
             double constant = 0;
-            std::fill(first, first + width, 0), std::fill(second, second + width, 0);
-            for (int64_t p = 0; p < parts; p++) {
-                const float *sums = call.sums + (p * call.heads + h) * size;
-                constant += sums[2 * rows * width + k];
-                for (int64_t d = 0; d < width; d++) {
-                    first[d] += sums[k * width + d];
-                    second[d] += sums[(rows + k) * width + d];
-                }
-            }
+            for (int64_t p = 0; p < parts; p++)
+                constant += call.sums[(p * call.heads + h) * size + 2 * rows * width + k];
             call.grad_log_priors[h * rows + k] = constant;
-            for (int64_t d = 0; d < width; d++) {
-                const int64_t at = (h * rows + k) * width + d;
-                const double precision = 1.0 / call.variances[at];
-                call.grad_means[at] = first[d] * precision;
-                call.grad_variances[at] = 0.5 * (second[d] * precision - constant) * precision;
+            for (int64_t begin = 0; begin < width; begin += SOME) {
+                const int64_t count = std::min(SOME, width - begin), at = (h * rows + k) * width + begin;
+                double first[SOME] = {}, second[SOME] = {};
+                for (int64_t p = 0; p < parts; p++) {
+                    const float *sums = call.sums + (p * call.heads + h) * size + begin;
+                    for (int64_t d = 0; d < count; d++) {
+                        first[d] += sums[k * width + d];
+                        second[d] += sums[(rows + k) * width + d];
+                    }
+                }
+                for (int64_t d = 0; d < count; d++) {
+                    const double precision = 1.0 / call.variances[at + d];
+                    call.grad_means[at + d] = first[d] * precision;
+                    call.grad_variances[at + d] = 0.5 * (second[d] * precision - constant) * precision;
+                }
             }
         }
 }

@@ -252,8 +252,8 @@ class Run:
         )
         self.held: list[Tensor] = []  # what the call has addresses of
         self.give(q=q, k=k, v=v, means=means, variances=variances, log_priors=log_priors, **tensors)
-        centre = blocks.lone_values(v, key_mask)
-        self.give(centre=q.new_zeros(*v.shape[:2], v.shape[3]) if centre is None else centre)
+        if (centre := blocks.lone_values(v, key_mask)) is not None:
+            self.give(centre=centre)
         if key_mask is not None:
             self.give(key_mask=key_mask)
 
@@ -308,17 +308,23 @@ def in_huge_pages(*tensors: Tensor) -> None:
     shorter ones lie in memory that was used before. A hint; nothing changes where it is not heard.
     """
     advise = madvise()
+    if advise is None:
+        return
     for tensor in tensors:
         start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
         size = (tensor.data_ptr() + tensor.nbytes - start) // HUGE_PAGE * HUGE_PAGE
-        if advise is not None and tensor.nbytes >= LARGE:
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_HUGEPAGE))
+        if tensor.nbytes >= LARGE:
+            advise(start, size, mmap.MADV_HUGEPAGE)
 
 
 @functools.cache
 def madvise() -> Any:
     """The system's function of that name; None where it has none, or no huge pages."""
-    return getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return advise
 
 
 def states_like(

@@ -13,8 +13,8 @@ FORMS = {
     "one token": {"n": 1},
     "one token, causal": {"n": 1, "causal": True},
     "one key in all": {"n": 40, "m": 1},
-    "one real key a sequence": {"n": 40, "m": 90, "masked": True, "lone": True},
-    "one real key a sequence, causal": {"n": 90, "causal": True, "masked": True, "lone": True},
+    "one real key": {"n": 40, "m": 90, "masked": True, "lone": True},
+    "one real key, causal": {"n": 190, "causal": True, "masked": True, "lone": True},
     "odd sizes": {"n": 131, "components": 5, "width": 3, "value_width": 7},
     "cross-attention": {"n": 40, "m": 333},
     "masked": {"n": 150, "masked": True},
@@ -60,7 +60,7 @@ def make(
 ) -> Case:
     """Gaussian tokens and means, variances from 0.2 to 8.2; the first row of a mask is all padding.
 
-    ``lone`` leaves each other row one real key.
+    ``lone`` leaves every other row one real key, with padding before and behind it.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -77,7 +77,7 @@ def make(
     if masked:
         mask = torch.rand(batch, m, generator=generator) > 0.4
         if lone:
-            mask &= mask.cumsum(1) == 1
+            mask &= mask.cumsum(1) == m // 3
         if batch > 1:
             mask[0] = False
     shape = heads, components, width

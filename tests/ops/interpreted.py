@@ -24,7 +24,7 @@ GROUPS: dict[str, dict[str, dict[str, object]]] = {
         },
         "causal": SMALL | {"n": 75, "causal": True, "by_token": True},
         "causal, masked": SMALL | {"batch": 2, "n": 40, "causal": True, "masked": True},
-        "one key": SMALL | {"n": 3, "m": 1},
+        "one key, by column": SMALL | {"n": 3, "m": 1, "by_column": True},
         "one real key, causal": SMALL | {
             "batch": 2, "n": 40, "causal": True, "masked": True, "lone": True,
         },
@@ -54,12 +54,22 @@ GROUPS: dict[str, dict[str, dict[str, object]]] = {
 }  # fmt: skip
 
 
-def build(offset: float = 0.0, dtype: torch.dtype = torch.float32, **shape: object) -> Case:
-    """A case, far from the origin by an offset, in numbers that its dtype holds."""
+def build(
+    offset: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    by_column: bool = False,
+    **shape: object,
+) -> Case:
+    """A case, far from the origin by an offset, in numbers that its dtype holds.
+
+    ``by_column`` lays out q, k and v with their last dimension apart in memory.
+    """
     case = make(**shape)  # type: ignore[arg-type]
     q, k, v, means, *rest = case.tensors
     tensors = q + offset, k + offset, v, means + offset, *rest
     rounded = [t.to(dtype if i < 3 else torch.float32).double() for i, t in enumerate(tensors)]
+    if by_column:
+        rounded[:3] = [t.mT.contiguous().mT for t in rounded[:3]]
     return case._replace(tensors=tuple(rounded))
 
 
@@ -75,6 +85,7 @@ def main() -> None:
         print(json.dumps({
             "case": name, "errors": errors(got, want),
             "tolerance": 1e-5 if dtype == torch.float32 else 1e-2,
+            "zero where nothing is read": not bool(got[0][want[0] == 0].any()),
             "repeats": all(torch.equal(a, b) for a, b in zip(got, again, strict=True)),
         }), flush=True)  # fmt: skip
 

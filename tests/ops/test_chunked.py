@@ -56,6 +56,7 @@ def test_float32_is_within_1e_5(form: str) -> None:
     want = evaluate(case, "reference", torch.float64)
     got = evaluate(case, "chunked", torch.float32)
     assert max(errors(got, want)) < 1e-5
+    assert not got[0][want[0] == 0].any()  # where nothing is read, no rounding of what comes later
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -240,6 +241,16 @@ def test_second_derivative_is_refused() -> None:
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("backend", ["chunked", "auto"])
+def test_forward_mode_is_refused(backend: str) -> None:
+    q, *rest = make(n=20).tensors
+    q = q.float() if backend == "auto" else q
+    with pytest.raises(RuntimeError, match=r"no forward-mode.*backend='reference'"):
+        torch.func.jvp(lambda x: gma(x, *rest, backend=backend), (q,), (q,))
+    _, tangent = torch.func.jvp(lambda x: gma(x, *rest, backend="reference"), (q,), (q,))
+    assert tangent.abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_flops_are_those_of_the_products_inside(causal: bool) -> None:
     case = make(batch=1, n=4 * blocks.CHUNK, causal=causal)
@@ -284,6 +295,8 @@ def test_wrong_shapes_are_named() -> None:
     for wrong in (
         (q, k, v[:, :, 1:], means, variances, priors), (q, k, v, means, variances[1:], priors),
         (q, k, v, means, variances, priors[:, 1:]), (q[..., 1:], k, v, means, variances, priors),
+        (q, k, v[..., :0], means, variances, priors),
+        (q, k, v, means[:, :0], variances[:, :0], priors[:, :0]),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"\("):
             gma(*wrong)
