@@ -84,26 +84,29 @@ def launch(jobs: Sequence[Sequence[str]], hydra_overrides: Sequence[str] = ()) -
 def _launch_all(launcher: Launcher, jobs: list[list[str]]) -> None:
     """Launch, and launch what is left again when a worker dies (killed for memory, say).
 
-    A dead worker takes its pool along, not only its cell. A cell that is there at
-    ``MAX_DEATHS`` of them becomes a record that says so.
+    A dead worker takes its pool along, and nobody says whose it was: so those that were running run
+    one by one then, which also leaves them all the memory there is. A cell that dies alone, at its
+    second death or later, becomes a record that says so.
     """
     deaths: Counter[str] = Counter()
-    while jobs:
+    batches = [jobs]
+    while batches:
+        batch, *batches = batches
         try:
-            launcher.launch(jobs, initial_job_idx=0)
-            return
+            launcher.launch(batch, initial_job_idx=0)
         except Exception as error:
-            running = [job for job in jobs if not _has_record(job)]
+            left = [job for job in batch if not _has_record(job)]
             print(
-                f"a worker died ({type(error).__name__}); {len(running)} cells left",
+                f"a worker died ({type(error).__name__}); "
+                f"{len(left) + sum(map(len, batches))} cells left",
                 file=sys.stderr,
             )
-            for job in running[: os.cpu_count()]:
-                deaths[" ".join(job)] += 1
-            given_up = [job for job in running if deaths[" ".join(job)] >= MAX_DEATHS]
-            for job in given_up:
-                record_failure(job, f"its worker died {MAX_DEATHS} times: {error}")
-            jobs = [job for job in running if job not in given_up]
+            running, waiting = left[: os.cpu_count()], left[os.cpu_count() :]
+            deaths.update(" ".join(job) for job in running)
+            if len(batch) == 1 and deaths[" ".join(batch[0])] >= MAX_DEATHS:
+                record_failure(batch[0], f"its worker died {MAX_DEATHS} times, alone too: {error}")
+                running = []
+            batches = [*([job] for job in running), *([waiting] if waiting else []), *batches]
 
 
 def _has_record(job: Sequence[str]) -> bool:
