@@ -133,7 +133,6 @@ def rows() -> Iterator[dict[str, object]]:
 def _compared(inputs: Inputs, comparisons: Sequence[Comparison]) -> Iterator[dict[str, object]]:
     wall, processor = (_rounds(inputs, comparisons, threads) for threads in (NUM_THREADS, 1))
     for comparison in comparisons:
-        ratios = _ratios(comparison, wall)
         mine, theirs = (
             1e3 * statistics.median(wall[subject, comparison.causal])
             for subject in ("gma", comparison.other)
@@ -143,10 +142,7 @@ def _compared(inputs: Inputs, comparisons: Sequence[Comparison]) -> Iterator[dic
             "seq_len": SEQ_LEN,
             "gma_ms": mine,
             "other_ms": theirs,
-            "ratio": statistics.median(ratios),
-            "ratio_low": min(ratios),
-            "ratio_high": max(ratios),
-            "one_thread_ratio": statistics.median(_ratios(comparison, processor)),
+            **_spread(_ratios(comparison, wall), _ratios(comparison, processor)),
             "target": comparison.target,
         }
 
@@ -172,6 +168,13 @@ def _ratios(comparison: Comparison, taken: dict[tuple[str, bool], list[float]]) 
     mine, theirs = (taken[name, comparison.causal] for name in ("gma", comparison.other))
     pairs = zip(mine, theirs, strict=False)
     return [a / b if comparison.slower_than else b / a for a, b in pairs]
+
+
+def _spread(ratios: list[float], one_thread: list[float]) -> dict[str, float]:
+    return {
+        "ratio": statistics.median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios),
+        "one_thread_ratio": statistics.median(one_thread),
+    }  # fmt: skip
 
 
 def _memory() -> Iterator[dict[str, object]]:
@@ -217,10 +220,7 @@ def _time_growth(short: Inputs, long: Inputs) -> dict[str, object]:
     return {
         "benchmark": f"time at {LONG_LEN:,} tokens / at {SEQ_LEN:,}",
         "seq_len": LONG_LEN,
-        "ratio": statistics.median(ratios[NUM_THREADS]),
-        "ratio_low": min(ratios[NUM_THREADS]),
-        "ratio_high": max(ratios[NUM_THREADS]),
-        "one_thread_ratio": statistics.median(ratios[1]),
+        **_spread(ratios[NUM_THREADS], ratios[1]),
         "target": LINEAR,
     }
 
