@@ -72,8 +72,9 @@ def gma(
         ``(B, H, N, d_v)`` in the dtype of ``v``.
 
     Raises:
-        ValueError: shapes that do not fit together, ``causal`` with N ≠ M, ε not positive, an
-            unknown backend, or ``triton`` for inputs that its kernels do not take.
+        ValueError: shapes that do not fit together, H, K, d_r or d_v of 0, ``causal`` with N ≠ M, ε
+            not positive, an unknown backend, or ``triton`` for inputs that its kernels do not take.
+        RuntimeError: a second or a forward-mode derivative outside ``reference``.
     """
     _check_mixture(q, means, variances, log_priors)
     if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or v.shape[:3] != k.shape[:3]:

@@ -12,7 +12,7 @@ masked product inside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,6 +105,18 @@ def like_layout(q: Tensor, v: Tensor) -> Tensor:
     if q.stride(1) < q.stride(2):  # a view of (B, N, H·d): merging the heads stays free
         return v.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
     return v.new_empty(batch, heads, length, v.shape[-1])
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """``x``, or a copy whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def copy_back(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    """Give ``tensors`` what was written to their :func:`rows_contiguous`, where that was a copy."""
+    for tensor, written in zip(tensors, rows, strict=True):
+        if tensor is not written:
+            tensor.copy_(written)
 
 
 def lone_values(v: Tensor, key_mask: Tensor | None) -> Tensor | None:

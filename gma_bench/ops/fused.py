@@ -111,7 +111,7 @@ class Prepared:
         from gma_bench.ops import kernels
 
         self.kernels = kernels
-        self.q, self.k, self.v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        self.q, self.k, self.v = (blocks.rows_contiguous(t) for t in (q, k, v))
         self.parameters = means, variances, log_priors
         self.causal = causal
         self.mask = q if key_mask is None else key_mask.contiguous().view(torch.int8)
@@ -295,13 +295,14 @@ def gma_fused_backward_body(
     """Gradients of q, k, v, means, variances and log priors."""
     with full_precision():
         call = Prepared(q, k, v, means, variances, log_priors, key_mask, causal, precision)
-        if grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()
+        grad_out = blocks.rows_contiguous(grad_out)
+        grads = [torch.empty_like(t) for t in (q, k, v)]
+        grad_q, grad_k, grad_v = filled = [blocks.rows_contiguous(t) for t in grads]
         sequences = call.batch * call.heads
         programs, grad_parts, part_blocks, program_parts = call.split(q.shape[2])
         sums_q = Sums(call, programs)
         grad_states, grad_masses = call.states(grad_parts)
-        grad_q, ratios = torch.empty_like(call.q), torch.empty_like(denominators)
+        ratios = torch.empty_like(denominators)
         call.launch(
             call.kernels.read_backward,
             (programs, sequences),
@@ -334,7 +335,6 @@ def gma_fused_backward_body(
         grad_states, grad_masses = call.join(grad_states, grad_masses, reverse=True)
         programs, key_parts, part_blocks, program_parts = call.split(k.shape[2])
         sums_k = Sums(call, programs)
-        grad_k, grad_v = torch.empty_like(call.k), torch.empty_like(call.v)
         call.launch(
             call.kernels.write_backward,
             (programs, sequences),
@@ -362,9 +362,8 @@ def gma_fused_backward_body(
             CAUSAL=causal,
             MASKED=call.masked,
         )
-        grads = zip((q, k, v), (call.q, call.k, call.v), (grad_q, grad_k, grad_v), strict=True)
-        laid_out = [g if x is taken else torch.empty_like(x).copy_(g) for x, taken, g in grads]
-        return *laid_out, *finish(call, sums_q, sums_k)  # type: ignore[return-value]
+        blocks.copy_back(grads, filled)
+        return *grads, *finish(call, sums_q, sums_k)  # type: ignore[return-value]
 
 
 class Sums:

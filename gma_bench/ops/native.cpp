@@ -415,6 +415,10 @@ void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t
     const int64_t size = padded(width);
     const uint8_t *mask = keys && call.key_mask ? call.key_mask + b * call.keys.length + first : nullptr;
     vec top = {};
+    auto keep = [&](int64_t c, vec x) {
+        store(to + c, centre ? x - load(centre + c) : x);
+        top = larger(larger(x, -x), top);
+    };
     for (int64_t n = 0; n < TOKENS; n++, to += size) {
         if (n >= count || (mask && !mask[n])) {
             std::memset(to, 0, 4 * size);
@@ -422,18 +426,14 @@ void take(Call &call, float *to, const View &from, int64_t b, int64_t h, int64_t
         }
         const float *row = from.at(b, h, first + n);
         int64_t c = 0;
-        for (; c + LANES <= width; c += LANES) {
-            const vec x = *reinterpret_cast<const loose *>(row + c);
-            store(to + c, centre ? x - load(centre + c) : x), top = larger(larger(x, -x), top);
-        }
+        for (; c + LANES <= width; c += LANES)
+            keep(c, *reinterpret_cast<const loose *>(row + c));
         if (c == size)
             continue;
         std::memset(to + c, 0, 4 * (size - c));
         std::memcpy(to + c, row + c, 4 * (width - c));
-        for (; c < size; c += LANES) {
-            const vec x = load(to + c);
-            store(to + c, centre ? x - load(centre + c) : x), top = larger(larger(x, -x), top);
-        }
+        for (; c < size; c += LANES)
+            keep(c, load(to + c));
     }
     if (!(largest(top) <= LARGEST))
         call.too_large = 1;
@@ -777,7 +777,7 @@ void causal(Call &call, Scratch &scratch) {
                 product<false>(out, TOKENS, E, gamma_q, K, 1, state, K);
                 product<true, LOWER>(out, TOKENS, E, affinity, TOKENS, 1, v, TOKENS);
                 for (int64_t n = 0; n < count; n++) {
-                    if (found[n] > 0)
+                    if (call.centre && found[n] > 0)
                         add_scaled(out + n * E, centre, found[n], E);
                     multiply(out + n * E, 1 / (found[n] + call.eps), E);
                 }
@@ -875,7 +875,7 @@ void causal_backward(Call &call, Scratch &scratch) {
                         float *row = grad_affinity + n * TOKENS;
                         float inner = dot(row, affinity + n * TOKENS, TOKENS) +
                                       dot(grad_query + n * K, gamma_q + n * K, K);
-                        if (found[n] > 0)
+                        if (call.centre && found[n] > 0)
                             inner -= call.eps * dot(upstream + n * E, centre, E);
                         const float grad = grad_denominator[n] = -inner / (found[n] + call.eps);
                         for (int64_t j = 0; j <= n; j++)

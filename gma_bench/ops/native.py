@@ -204,8 +204,9 @@ class Call(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "means", "variances", "log_priors", "key_mask", "centre", "written", "mass", "grad_memory",
-                "grad_bias", "sums", "grad_means", "grad_variances", "grad_log_priors", "scratch",
+                "means", "variances", "log_priors", "key_mask", "centre", "written", "mass",
+                "grad_memory", "grad_bias", "sums", "grad_means", "grad_variances",
+                "grad_log_priors", "scratch",
             )
         ),
         *(
@@ -261,7 +262,7 @@ class Run:
         """Name the tensors that steps read and write; a copy of what is read in a layout of its own."""
         for name, tensor in tensors.items():
             if isinstance(getattr(self.call, name), View):
-                tensor = rows_contiguous(tensor)
+                tensor = blocks.rows_contiguous(tensor)
                 setattr(self.call, name, View(tensor.data_ptr(), *tensor.stride()[:3]))
             else:
                 tensor = tensor.contiguous()
@@ -276,11 +277,6 @@ class Run:
             if self.call.too_large:
                 return False
         return True
-
-
-def rows_contiguous(x: Tensor) -> Tensor:
-    """``x``, or a copy whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def run(step: int, call: Call, tasks: int) -> None:
@@ -374,7 +370,7 @@ def gma_backward_body(
     """Gradients of q, k, v, means, variances and log priors."""
     inputs = q, k, v, means, variances, log_priors, key_mask, causal, eps
     tokens = [torch.empty_like(t) for t in (q, k, v)]
-    filled = [rows_contiguous(t) for t in tokens]
+    filled = [blocks.rows_contiguous(t) for t in tokens]
     in_huge_pages(*filled)
     call = Run(*inputs, written=written, mass=mass, grad_out=grad_out)
     call.give(grad_q=filled[0], grad_k=filled[1], grad_v=filled[2])
@@ -388,9 +384,7 @@ def gma_backward_body(
     if not call.steps(*(("causal_backward",) if causal else ("read_backward", "write_backward"))):
         kept = chunked.gma_body(*inputs)[1:]
         return chunked.gma_backward_body(grad_out, *inputs[:7], *kept, causal, eps)
-    for token, target in zip(tokens, filled, strict=True):
-        if token is not target:
-            token.copy_(target)
+    blocks.copy_back(tokens, filled)
     grads = [t.new_empty(t.shape) for t in (means, variances, log_priors)]
     call.give(grad_means=grads[0], grad_variances=grads[1], grad_log_priors=grads[2])
     call.steps("finish")

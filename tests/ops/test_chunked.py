@@ -243,8 +243,7 @@ def test_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("backend", ["chunked", "auto"])
 def test_forward_mode_is_refused(backend: str) -> None:
-    q, *rest = make(n=20).tensors
-    q = q.float() if backend == "auto" else q
+    q, *rest = (t.float() if backend == "auto" else t for t in make(n=20).tensors)
     with pytest.raises(RuntimeError, match=r"no forward-mode.*backend='reference'"):
         torch.func.jvp(lambda x: gma(x, *rest, backend=backend), (q,), (q,))
     _, tangent = torch.func.jvp(lambda x: gma(x, *rest, backend="reference"), (q,), (q,))
