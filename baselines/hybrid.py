@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gma_bench.errors import SettingError
 from gma_bench.mixer import Mixer, State
-from gma_bench.model import build_mixer
+from gma_bench.mixer.model import build_mixer
 
 
 class Hybrid(Mixer):

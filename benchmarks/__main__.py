@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gma_bench import provenance
-from gma_bench.store import write_atomic
+from gma_bench.results.store import write_atomic
+from gma_bench.run import provenance
 
 NAMES = ("gma", "mixers", "listops", "loading", "harness")
 

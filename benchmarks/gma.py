@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from baselines.linear_transformer import linear_attention
-from gma_bench.gma import GaussianMixtureAttention
+from gma_bench.mixer.gma import GaussianMixtureAttention
 from gma_bench.ops import gma
 from gma_bench.profiling.storages import StorageTracker
 

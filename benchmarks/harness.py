@@ -13,10 +13,10 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
-from gma_bench.cell import identify
-from gma_bench.config import compose
-from gma_bench.model import build_model
-from gma_bench.training import ResumePoint, Trainee, _quiet, build_task, build_trainer
+from gma_bench.mixer.model import build_model
+from gma_bench.run.compose import compose
+from gma_bench.run.execute import identify
+from gma_bench.train.training import ResumePoint, Trainee, _quiet, build_task, build_trainer
 
 STEPS, ROUNDS = 40, 7
 CELLS = ("listops", "text", "wikitext103")

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import torch
 from omegaconf import DictConfig
 
-from gma_bench.cell import identify
-from gma_bench.config import compose
-from gma_bench.model import build_model
+from gma_bench.mixer.model import build_model
+from gma_bench.run.compose import compose
+from gma_bench.run.execute import identify
 from gma_bench.task import Task
-from gma_bench.training import build_task
+from gma_bench.train.training import build_task
 
 STEPS, ROUNDS = 20, 5
 CELLS = ("listops", "text", "wikitext103")

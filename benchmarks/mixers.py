@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gma_bench.config import choices, compose
-from gma_bench.model import build_mixer
+from gma_bench.mixer.model import build_mixer
+from gma_bench.run.compose import choices, compose
 
 SEQ_LEN, D_MODEL, NUM_HEADS, STATE = 4096, 256, 4, 256
 ROUNDS = 5

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gma_bench.gma import GaussianMixtureAttention
     from gma_bench.mixer import Mixer
+    from gma_bench.mixer.gma import GaussianMixtureAttention
 
 __version__ = "0.1.0"
 __all__ = ["GaussianMixtureAttention", "Mixer"]
@@ -13,7 +13,7 @@ __all__ = ["GaussianMixtureAttention", "Mixer"]
 def __getattr__(name: str) -> Any:
     # Lazy, so that `gma-bench --help` and a config error do not wait for torch.
     if name == "GaussianMixtureAttention":
-        from gma_bench.gma import GaussianMixtureAttention
+        from gma_bench.mixer.gma import GaussianMixtureAttention
 
         return GaussianMixtureAttention
     if name == "Mixer":

@@ -113,8 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from gma_bench.config import compose
-    from gma_bench.sweep import sweep
+    from gma_bench.run.compose import compose
+    from gma_bench.run.launch import sweep
 
     if options.multirun:
         return sweep(options.overrides)
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
 
         print(OmegaConf.to_yaml(config, resolve=True), end="")
         return 0
-    from gma_bench.cell import is_main_process, report_cell, run_cell, tells_itself
+    from gma_bench.run.execute import is_main_process, report_cell, run_cell, tells_itself
 
     record = run_cell(options.overrides, keep_failure=False)
     if is_main_process():
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    from gma_bench import reproduce as grid
+    from gma_bench.run import plan as grid
 
     if options.dry_run:
         return grid.dry_run(options.overrides, options.only)
@@ -145,8 +145,8 @@ def reproduce(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from gma_bench.config import compose
     from gma_bench.report import report as write_report
+    from gma_bench.run.compose import compose
 
     config = compose(options.overrides)
     for word in options.overrides:
@@ -162,16 +162,16 @@ def report(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    from gma_bench.config import compose
+    from gma_bench.run.compose import compose
 
     config = compose(options.overrides)
-    from gma_bench.contract import check_config
+    from gma_bench.mixer.contract import check_config
 
     return 0 if check_config(config) else 1
 
 
 def show(options: argparse.Namespace) -> int:
-    from gma_bench import listing
+    from gma_bench.run import listing
 
     return listing.show(options.overrides, names_only=options.names)
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from gma_bench.errors import UserError
-from gma_bench.store import locked, sha256_file, write_atomic
+from gma_bench.results.store import locked, sha256_file, write_atomic
 
 BLOCK_BYTES = 1 << 16
 SAMPLED_BLOCKS = 64

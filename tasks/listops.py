@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from gma_bench.errors import DataError, SettingError, UserError
-from gma_bench.store import locked, sha256_file, write_atomic
+from gma_bench.results.store import locked, sha256_file, write_atomic
 from gma_bench.task import Batch, Task
 from tasks.accuracy import Accuracy
 from tasks.arrays import code_digest

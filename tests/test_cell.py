@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from gma_bench.cell import run_cell
 from gma_bench.cli import main
 from gma_bench.errors import UserError
 from gma_bench.results import load, read_all
+from gma_bench.run.execute import run_cell
 
 Record = dict[str, Any]
 
@@ -188,7 +188,7 @@ def test_the_csv_logger_writes_the_curves(tiny: list[str], tmp_path: Path) -> No
 STOP_AFTER = """
 import sys, os, signal
 from gma_bench.cli import main
-from gma_bench import training
+from gma_bench.train import training
 
 count = 0
 original = training.Trainee.training_step

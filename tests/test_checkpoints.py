@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gma_bench.checkpoints import DamagedCheckpoint, load_checkpoint, save_checkpoint, unseal
+from gma_bench.train.checkpoints import DamagedCheckpoint, load_checkpoint, save_checkpoint, unseal
 
 CONTENT = {"weights": torch.arange(12.0).reshape(3, 4), "step": 7, "curves": {"loss": [1.0, 0.5]}}
 

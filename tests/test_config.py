@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gma_bench.config import choices, compose, config_hash, group_hash, resolved, run_id
 from gma_bench.errors import SettingError, UserError
+from gma_bench.run.compose import choices, compose, config_hash, group_hash, resolved, run_id
 
 WRONG = {
     "unknown mixer": (["mixer=gmaa"], "mixer=gmaa", "mixer=gma"),

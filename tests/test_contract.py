@@ -17,12 +17,11 @@ from baselines.kernelized import kernelized_attention
 from baselines.linear_transformer import LinearTransformer
 from baselines.mha import MHA
 from baselines.sdpa import SDPA
-from gma_bench import contract
 from gma_bench.cli import main
-from gma_bench.config import choices, compose
 from gma_bench.errors import SettingError
-from gma_bench.mixer import Mixer, State
-from gma_bench.model import build_mixer
+from gma_bench.mixer import Mixer, State, contract
+from gma_bench.mixer.model import build_mixer
+from gma_bench.run.compose import choices, compose
 
 CELLS = [(name, 0) for name in choices("mixer") if name != "external"] + [("hybrid", 1)]
 
@@ -322,7 +321,7 @@ def test_linformer_in_a_causal_task_says_why() -> None:
 
 
 def test_page_on_adding_a_mixer_shows_what_ships() -> None:
-    root = Path(contract.__file__).parent.parent
+    root = Path(contract.__file__).parents[2]
     page = (root / "docs/adding_a_mixer.md").read_text()
     for shown in ("baselines/cosformer.py", "conf/mixer/cosformer.yaml"):
         assert (root / shown).read_text() in page, f"{shown} has changed; the page has not"

@@ -87,7 +87,7 @@ def test_two_processes_agree_with_one(
 
 STOP = """
 import os, signal, sys
-from gma_bench import training
+from gma_bench.train import training
 from gma_bench.cli import main
 
 count = 0
@@ -134,7 +134,7 @@ def test_a_stopped_run_of_two_processes_goes_on_to_the_same_figures(
 
 def test_a_parameter_with_two_names_is_not_sharded_wrongly() -> None:
     from gma_bench.errors import SettingError
-    from gma_bench.sharding import shard
+    from gma_bench.train.sharding import shard
 
     module = torch.nn.Module()
     module.one = module.two = torch.nn.Parameter(torch.ones(3))
@@ -143,8 +143,8 @@ def test_a_parameter_with_two_names_is_not_sharded_wrongly() -> None:
 
 
 def test_a_batch_that_ranks_cannot_share_is_named(tiny: list[str]) -> None:
-    from gma_bench.cell import run_cell
     from gma_bench.errors import SettingError
+    from gma_bench.run.execute import run_cell
 
     with pytest.raises(SettingError, match=r"training\.batch_size=7"):
         run_cell([*tiny, "training.batch_size=7", "trainer.devices=2"], keep_failure=False)

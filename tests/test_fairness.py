@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gma_bench import listing
-from gma_bench.config import choices, compose
-from gma_bench.cost import planned_shape, unprepared_task
 from gma_bench.errors import UserError
-from gma_bench.listing import FAIR_SHARE, REFERENCE
-from gma_bench.model import build_model, count_parameters
+from gma_bench.mixer.model import build_model, count_parameters
+from gma_bench.profiling.cost import planned_shape, unprepared_task
+from gma_bench.run import listing
+from gma_bench.run.compose import choices, compose
+from gma_bench.run.listing import FAIR_SHARE, REFERENCE
 
 
 def parameters(mixer: str, task: str, scale: str) -> int:

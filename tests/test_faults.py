@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gma_bench.cell import run_cell
 from gma_bench.results import load, read_all
+from gma_bench.run.execute import run_cell
 
 ROOT = Path(__file__).resolve().parent.parent
 SAME = ("value", "metrics", "curves", "parameters", "data")
@@ -149,7 +149,7 @@ def test_a_loader_process_that_fails_is_a_failed_cell(
 def test_a_loader_process_that_hangs_is_a_failed_cell_and_the_sweep_goes_on(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gma_bench.sweep import launch
+    from gma_bench.run.launch import launch
     from tasks.listops import ListOps
 
     started, collate = time.monotonic(), ListOps.collate
@@ -185,7 +185,7 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
 FILLS = """
 import os
 from pathlib import Path
-from gma_bench.gma import GaussianMixtureAttention
+from gma_bench.mixer.gma import GaussianMixtureAttention
 
 class Fills(GaussianMixtureAttention):
     # Somebody else fills the disk at the sixth training step, unless it was full before.
@@ -293,7 +293,7 @@ def test_two_processes_that_build_one_cache_share_it(tiny: list[str], tmp_path: 
 
 STOP_IN_TEST = """
 import os, signal, sys
-from gma_bench import training
+from gma_bench.train import training
 from gma_bench.cli import main
 
 original = training.Trainee.test_step
@@ -311,7 +311,7 @@ sys.exit(main(["run", *sys.argv[1:]]))
 def test_a_stop_within_the_test_costs_no_training(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gma_bench.training import Trainee
+    from gma_bench.train.training import Trainee
 
     expected = run_cell(elsewhere(tiny, tmp_path / "whole"))
     words = elsewhere(tiny, tmp_path / "parts")
@@ -345,7 +345,7 @@ def test_a_killed_worker_takes_no_other_cell_along(tiny: list[str], tmp_path: Pa
     deadly.remove("mixer=gma")
     jobs = [deadly, *([*tiny, f"seed={s}"] for s in range(3))]
     script = (
-        "import json, sys; from gma_bench.sweep import launch\n"
+        "import json, sys; from gma_bench.run.launch import launch\n"
         "failed = launch(json.loads(sys.argv[1]), ['hydra/launcher=joblib', 'hydra.launcher.n_jobs=2'])\n"
         "sys.exit(len(failed))"
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gma_bench.loading import EvaluationBatches, TrainingBatches
+from gma_bench.task.loading import EvaluationBatches, TrainingBatches
 
 sizes = st.integers(1, 300)
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gma_bench import config as configuration
-from gma_bench import cost, reproduce
-from gma_bench.config import compose
 from gma_bench.errors import UserError
+from gma_bench.profiling import cost
+from gma_bench.run import compose as configuration
+from gma_bench.run import plan as reproduce
+from gma_bench.run.compose import compose
 
 PAPER = ("gma", "sdpa", "linformer", "linear_transformer", "performer", "mamba")
 
@@ -137,7 +138,7 @@ def test_a_dry_run_costs_every_cell_and_runs_none(
 
 
 def test_a_grid_on_many_gpus_takes_no_less_than_its_longest_cell() -> None:
-    from gma_bench.dry_run import makespan
+    from gma_bench.run.dry_run import makespan
 
     hours = [3.0, 1.0, 1.0, 1.0, 2.0]
     assert makespan(hours, 1) == 8.0

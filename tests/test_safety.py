@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gma_bench.cell import run_cell
-from gma_bench.config import compose
 from gma_bench.errors import SettingError, UserError
 from gma_bench.results import BrokenRecord, load, read_all, read_record, record_path
+from gma_bench.run.compose import compose
+from gma_bench.run.execute import run_cell
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
@@ -57,7 +57,7 @@ def test_a_name_that_is_no_plain_name_is_refused(key: str, name: str, tiny: list
     config = compose(tiny)
     node, _, leaf = key.partition(".")
     config[node][leaf] = name
-    from gma_bench.config import check
+    from gma_bench.run.compose import check
 
     with pytest.raises(UserError, match=key.replace(".", r"\.")):
         check(config)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gma_bench.cell import run_cell
 from gma_bench.results import read_all
+from gma_bench.run.execute import run_cell
 
 TAKEN = """
 import os
 from pathlib import Path
-from gma_bench.gma import GaussianMixtureAttention
+from gma_bench.mixer.gma import GaussianMixtureAttention
 
 class Taken(GaussianMixtureAttention):
     '''Its sixth training step is when the queue wants the machine back; once.'''

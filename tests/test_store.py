@@ -15,7 +15,7 @@ from typing import BinaryIO
 import pytest
 
 from gma_bench.errors import UserError
-from gma_bench.store import locked, require_disk, sha256_tree, write_atomic
+from gma_bench.results.store import locked, require_disk, sha256_tree, write_atomic
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_digest_of_a_folder_follows_names_and_content(tmp_path: Path) -> Non
 
 def test_a_lock_is_held_by_one_process_and_dies_with_it(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from gma_bench.store import locked\n"
+        "import sys, time; from gma_bench.results.store import locked\n"
         "with locked(sys.argv[1]): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(
@@ -72,7 +72,7 @@ def test_a_lock_is_held_by_one_process_and_dies_with_it(tmp_path: Path) -> None:
 def test_a_refusal_leaves_no_lock_file_and_no_second_holder(tmp_path: Path) -> None:
     """Who waited for a lock file that was taken away must not share what it guards with a new one."""
     script = (
-        "import sys, time; from gma_bench.store import locked\n"
+        "import sys, time; from gma_bench.results.store import locked\n"
         "print('waits', flush=True)\n"
         "with locked(sys.argv[1]): print('held', flush=True); time.sleep(60)"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from gma_bench.errors import MissingExtra, SettingError, UserError
 from gma_bench.results import load
-from gma_bench.sweep import expand, launch, sweep
+from gma_bench.run.launch import expand, launch, sweep
 
 LAUNCHERS = {
     "basic": [],
@@ -52,7 +52,7 @@ def test_each_launcher_runs_every_cell_and_survives_a_failed_one(
     broken = [*overrides, "mixer._target_=no_such.Mixer"]
     script = (
         "import sys\n"
-        "from gma_bench.sweep import expand, launch\n"
+        "from gma_bench.run.launch import expand, launch\n"
         "split = sys.argv.index('--')\n"
         "hydra = [w for w in sys.argv[1:split] if w.lstrip('+').startswith('hydra')]\n"
         "jobs = expand([w for w in sys.argv[1:split] if w not in hydra])\n"
@@ -82,7 +82,7 @@ def test_an_unknown_launcher_is_named(tiny: list[str]) -> None:
 def test_a_missing_launcher_names_its_extra(
     tiny: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gma_bench.sweep._installed", lambda module: False)
+    monkeypatch.setattr("gma_bench.run.launch._installed", lambda module: False)
     with pytest.raises(MissingExtra, match=r"gma-bench\[slurm\]"):
         launch([tiny], ["hydra/launcher=submitit_slurm"])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gma_bench import ops
 from gma_bench.errors import UserError
-from gma_bench.gma import GaussianMixtureAttention
+from gma_bench.mixer.gma import GaussianMixtureAttention
 
 Side = Literal["query", "key"]
 Forward = Callable[[nn.Module, Tensor, Tensor | None], object]

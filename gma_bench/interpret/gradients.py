@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from gma_bench.gma import GaussianMixtureAttention
+from gma_bench.mixer.gma import GaussianMixtureAttention
 
 ROUTING = ("q_proj", "k_proj", "means", "raw_variance", "log_priors")
 """Parameters of a GMA that act on its output through the responsibilities alone."""

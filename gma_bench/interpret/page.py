@@ -15,7 +15,7 @@ from gma_bench.interpret.analysis import NEIGHBOUR_DISTANCE, Analysis
 from gma_bench.interpret.pictures import Picture
 from gma_bench.report import palette
 from gma_bench.report.paper import read_paper
-from gma_bench.store import write_atomic
+from gma_bench.results.store import write_atomic
 
 NAME = "interpretability.html"
 TEMPLATES = Path(__file__).parent / "templates"

@@ -14,7 +14,7 @@ import pandas as pd
 
 from gma_bench.interpret import measures
 from gma_bench.interpret.analysis import Analysis
-from gma_bench.store import write_atomic
+from gma_bench.results.store import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

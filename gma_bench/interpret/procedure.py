@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gma_bench.checkpoints import DamagedCheckpoint, load_checkpoint
-from gma_bench.config import compose, resolved, run_id
 from gma_bench.errors import SettingError, UserError
 from gma_bench.interpret import page, pictures
 from gma_bench.interpret.analysis import Analysis, analyze
@@ -18,10 +16,12 @@ from gma_bench.interpret.attention import softmax_attention
 from gma_bench.interpret.capture import find_layers
 from gma_bench.interpret.gradients import RoutingGradients
 from gma_bench.interpret.reading import Reading, read
-from gma_bench.model import SequenceModel, build_model, count_parameters
+from gma_bench.mixer.model import SequenceModel, build_model, count_parameters
 from gma_bench.results import BrokenRecord, Outcome, read_record, record_path
+from gma_bench.run.compose import compose, resolved, run_id
 from gma_bench.task import Task
-from gma_bench.training import build_task, train
+from gma_bench.train.checkpoints import DamagedCheckpoint, load_checkpoint
+from gma_bench.train.training import build_task, train
 
 OWN = ("record", "checkpoint", "side", "num_tokens", "resamples", "companion")
 """Settings of this task that are not the text's."""
@@ -119,7 +119,7 @@ def text_cell(config: DictConfig) -> DictConfig:
     with open_dict(cell):
         for name in OWN:
             cell.task.pop(name)
-        cell.task.procedure = "gma_bench.training.train"
+        cell.task.procedure = "gma_bench.train.training.train"
     return cell
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 
 from gma_bench.errors import SettingError
-from gma_bench.model import build_mixer, build_model
+from gma_bench.mixer.model import build_mixer, build_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCOPES = ("layer", "model")
@@ -62,7 +62,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _ProfiledTask:
-    """The attributes of a task that :func:`gma_bench.model.build_model` reads."""
+    """The attributes of a task that :func:`gma_bench.mixer.model.build_model` reads."""
 
     causal: bool
     max_length: int

@@ -20,7 +20,7 @@ from gma_bench.report.page import page
 from gma_bench.report.paper import Paper, read_paper
 from gma_bench.report.table import Table, latex, markdown, terminal, to_csv
 from gma_bench.results import read_all
-from gma_bench.store import write_atomic
+from gma_bench.results.store import write_atomic
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,7 +17,7 @@ from gma_bench.report.profiles import curve
 from gma_bench.report.stats import mean, std
 from gma_bench.report.style import COLUMN_INCHES, RC, looks
 from gma_bench.report.tables import Results
-from gma_bench.store import write_atomic
+from gma_bench.results.store import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

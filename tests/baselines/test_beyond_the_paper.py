@@ -13,10 +13,10 @@ from baselines.cosformer import CosFormer
 from baselines.hybrid import Hybrid
 from baselines.retnet import RetNet, decay_rates, retention
 from baselines.sdpa import SDPA
-from gma_bench.config import compose
 from gma_bench.errors import SettingError
-from gma_bench.gma import GaussianMixtureAttention
-from gma_bench.model import build_mixer
+from gma_bench.mixer.gma import GaussianMixtureAttention
+from gma_bench.mixer.model import build_mixer
+from gma_bench.run.compose import compose
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from baselines.linformer import Linformer
 from gma_bench.errors import SettingError
-from gma_bench.gma import GaussianMixtureAttention
+from gma_bench.mixer.gma import GaussianMixtureAttention
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["headwise", "key_value"])

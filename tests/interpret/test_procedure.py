@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from gma_bench import GaussianMixtureAttention
-from gma_bench.cell import run_cell
 from gma_bench.errors import UserError
 from gma_bench.interpret.attention import softmax_attention
 from gma_bench.interpret.gradients import RoutingGradients, gradient_norms
+from gma_bench.run.execute import run_cell
 
 CLAIMED = [
     "components_in_use", "components_in_use_fraction", "num_components", "usage_entropy",

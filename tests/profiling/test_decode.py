@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gma_bench.config import choices, compose
 from gma_bench.mixer import Mixer, State, state_bytes
-from gma_bench.model import build_mixer
+from gma_bench.mixer.model import build_mixer
 from gma_bench.profiling.decode import UnknownGrowth, state_at
 from gma_bench.profiling.subject import form_of, resolve_mixer
+from gma_bench.run.compose import choices, compose
 
 CONTEXT = 37
 

@@ -12,12 +12,12 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from gma_bench.config import choices, compose
 from gma_bench.mixer import Mixer
 from gma_bench.profiling import memory
 from gma_bench.profiling.growth import growth_of
 from gma_bench.profiling.storages import StorageTracker
 from gma_bench.profiling.subject import Subject, build_subject, form_of
+from gma_bench.run.compose import choices, compose
 
 MIXERS = [name for name in choices("mixer") if name != "external"]
 CPU = torch.device("cpu")
@@ -155,7 +155,7 @@ def test_a_budget_marks_what_does_not_fit_and_keeps_the_rest() -> None:
 UNDER_ULIMIT = """
 import json, resource, sys
 import torch
-from gma_bench.config import compose
+from gma_bench.run.compose import compose
 from gma_bench.profiling import memory
 config = compose(["task=memory", "scale=smoke", "mixer=mha", "task.device=cpu", "task.scopes=[layer]",
                   "task.lengths=[128,512,65536,262144]", "task.measured_max_length=262144",

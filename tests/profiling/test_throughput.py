@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gma_bench.config import compose
 from gma_bench.profiling import throughput
 from gma_bench.profiling.flops import count_flops, peak_flops_per_s
 from gma_bench.profiling.subject import build_subject
+from gma_bench.run.compose import compose
 
 SMALL = ["task=throughput", "scale=smoke", "task.device=cpu", "task.lengths=[32,64]", "task.contexts=[16]",
          "task.cap_seconds=0", "task.block_ms=0.1", "task.components=[]"]  # fmt: skip
@@ -118,7 +118,7 @@ def test_peaks_are_found_by_the_device_name() -> None:
 
 ONE_CELL = """
 import json, sys, torch
-from gma_bench.config import compose
+from gma_bench.run.compose import compose
 from gma_bench.profiling import throughput
 config = compose(["task=throughput", "scale=mini", "task.device=cpu", "mixer=" + sys.argv[1],
                   "task.lengths=[1024]", "task.contexts=[16384]", "task.components=[]", "task.backends.gma=[]",

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, ks_2samp
 
-from gma_bench.config import compose
 from gma_bench.errors import SettingError, UserError
-from gma_bench.training import build_task
+from gma_bench.run.compose import compose
+from gma_bench.train.training import build_task
 from tasks import listops_generator
 from tasks.listops import ListOps, evaluate, generate, read_tsv
 from tasks.listops_generator import (

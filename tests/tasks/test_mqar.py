@@ -11,10 +11,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from gma_bench.cell import run_cell
-from gma_bench.config import compose
 from gma_bench.errors import SettingError, UserError
-from gma_bench.training import build_task
+from gma_bench.run.compose import compose
+from gma_bench.run.execute import run_cell
+from gma_bench.train.training import build_task
 from tasks.mqar import IGNORED, MQAR, _choose, draw
 
 LAW = {"vocab_size": 40, "max_length": 24, "num_pairs": 5}

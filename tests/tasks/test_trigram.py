@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gma_bench.cell import identify
-from gma_bench.config import compose
-from gma_bench.training import build_task, train
+from gma_bench.run.compose import compose
+from gma_bench.run.execute import identify
+from gma_bench.train.training import build_task, train
 
 ITERATIONS = 30
 BUCKETS = 8

@@ -14,16 +14,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gma_bench import provenance
-from gma_bench.config import (
-    compose,
-    config_hash,
-    group_hash,
-    import_target,
-    is_trained,
-    resolved,
-    run_id,
-)
 from gma_bench.errors import UserError
 from gma_bench.results import (
     SCHEMA,
@@ -33,7 +23,17 @@ from gma_bench.results import (
     record_path,
     write_record,
 )
-from gma_bench.store import locked, require_disk
+from gma_bench.results.store import locked, require_disk
+from gma_bench.run import provenance
+from gma_bench.run.compose import (
+    compose,
+    config_hash,
+    group_hash,
+    import_target,
+    is_trained,
+    resolved,
+    run_id,
+)
 
 Record = dict[str, Any]
 

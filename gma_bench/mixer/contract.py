@@ -521,7 +521,7 @@ def check_config(config: DictConfig) -> bool:
     """
     from rich.console import Console
 
-    from gma_bench.model import build_mixer, mixer_class
+    from gma_bench.mixer.model import build_mixer, mixer_class
 
     layers = [0]
     if "layer_index" in inspect.signature(mixer_class(config.mixer["_target_"])).parameters:

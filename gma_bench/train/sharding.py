@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gma_bench.checkpoints import load_checkpoint
 from gma_bench.errors import SettingError
-from gma_bench.model import SequenceModel
+from gma_bench.mixer.model import SequenceModel
+from gma_bench.train.checkpoints import load_checkpoint
 
 
 class ShardedStrategy(ModelParallelStrategy):

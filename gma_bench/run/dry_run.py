@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from gma_bench.config import CONF, is_trained
-from gma_bench.cost import StepCost, step_cost
 from gma_bench.errors import UserError
+from gma_bench.profiling.cost import StepCost, step_cost
 from gma_bench.profiling.flops import peak_flops_per_s
-from gma_bench.reproduce import Cell
+from gma_bench.run.compose import CONF, is_trained
+from gma_bench.run.plan import Cell
 
 GPU_COUNTS = (1, 8, 64)
 

@@ -8,8 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gma_bench.config import choices, compose, is_trained
 from gma_bench.errors import UserError
+from gma_bench.run.compose import choices, compose, is_trained
 
 REFERENCE = "sdpa"
 FAIR_SHARE = 0.05
@@ -44,7 +44,7 @@ def _task_table(task: str, overrides: Sequence[str]) -> tuple[Table, dict[str, s
     first = compose([f"task={task}", *overrides])
     if not is_trained(first) or "_target_" not in first.task:
         return None
-    from gma_bench.cost import StepCost, step_cost
+    from gma_bench.profiling.cost import StepCost, step_cost
 
     costs: dict[str, StepCost] = {}
     refusals: dict[str, str] = {}

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gma_bench.cell import Record, finished_record
-from gma_bench.config import CONF, choices, compose, nearest, resolved, run_id
 from gma_bench.errors import SettingError, UserError
 from gma_bench.results import BrokenRecord, read_all, read_record, record_path
-from gma_bench.store import locked
-from gma_bench.sweep import launch
+from gma_bench.results.store import locked
+from gma_bench.run.compose import CONF, choices, compose, nearest, resolved, run_id
+from gma_bench.run.execute import Record, finished_record
+from gma_bench.run.launch import launch
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _source(task: DictConfig) -> str:
 
 
 def _device(config: DictConfig) -> str:
-    from gma_bench.provenance import machine
+    from gma_bench.run.provenance import machine
 
     found = machine()
     wanted = config.trainer.accelerator
@@ -217,7 +217,7 @@ class Estimate:
     """Seconds that cells should take, from the records of cells like them on this machine."""
 
     def __init__(self, config: DictConfig) -> None:
-        from gma_bench.provenance import machine
+        from gma_bench.run.provenance import machine
 
         self.host, self.workers = machine()["host"], machine()["cores"]
         records, _ = read_all(config.results_dir, config.scale.name)
@@ -245,7 +245,7 @@ class Estimate:
             return "Time: not known yet; an estimate follows with the first cells."
         if _default_launcher([f"trainer={config.trainer.accelerator}"]) == "basic":
             return f"Time: at most {budget} min on two cores; not known for a GPU."
-        from gma_bench.cost import step_seconds
+        from gma_bench.profiling.cost import step_seconds
 
         known = _file(".", "reproduce").calibration
         here = step_seconds(compose([*known.cell, "trainer=cpu"]))
@@ -317,7 +317,7 @@ def _is_running(cell: Cell) -> bool:
 
 
 def dry_run(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
-    """Compose, check, build and cost every cell of the grid; see :mod:`gma_bench.dry_run`."""
-    from gma_bench.dry_run import show
+    """Compose, check, build and cost every cell of the grid; see :mod:`gma_bench.run.dry_run`."""
+    from gma_bench.run.dry_run import show
 
     return show(grid([o for o in overrides if not o.startswith("hydra")], only))

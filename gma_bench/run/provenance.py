@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from gma_bench.config import ROOT
+from gma_bench.run.compose import ROOT
 
 PACKAGES = (
     "torch", "lightning", "torchmetrics", "hydra-core", "numpy", "pandas", "datasets",

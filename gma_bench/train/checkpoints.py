@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from gma_bench.store import write_atomic
+from gma_bench.results.store import write_atomic
 
 # torch.save writes a zip archive; the digest goes into the archive's comment, which every zip
 # reader (torch.load too) passes over. One file, so there is no moment at which it lacks its seal.

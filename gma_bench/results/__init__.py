@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gma_bench.store import write_atomic
+from gma_bench.results.store import write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ def join_run_id(task: str, mixer: str, seed: int, digest: str) -> str:
 
 @dataclass
 class Outcome:
-    """What a procedure hands back; :mod:`gma_bench.cell` adds where it came from.
+    """What a procedure hands back; :mod:`gma_bench.run.execute` adds where it came from.
 
     Attributes:
         metric: name of the metric that the tables show (``accuracy``, ``perplexity``, …).

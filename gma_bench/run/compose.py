@@ -29,7 +29,7 @@ warnings.filterwarnings(
     "ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore"
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 GROUPS = ("task", "mixer", "scale", "trainer", "logger")
 CLOSED_NODES = ("", "task", "model", "training", "trainer")
@@ -318,7 +318,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     Paths, logging and launcher are left out; a local data folder is named by the digest of what it
     holds, so that changed data never reuse an old record.
     """
-    from gma_bench.store import sha256_tree
+    from gma_bench.results.store import sha256_tree
 
     plain: dict[str, Any] = {"scale": config.scale.name, "seed": config.seed}
     for node in IDENTITY:
@@ -365,5 +365,5 @@ def import_target(path: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingError(
             "task.procedure", path, f"must be an importable function ({error})",
-            "task.procedure=gma_bench.training.train",
+            "task.procedure=gma_bench.train.training.train",
         ) from error  # fmt: skip

@@ -25,15 +25,15 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gma_bench.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
 from gma_bench.errors import DataError, SettingError, UserError
-from gma_bench.loading import EvaluationBatches
 from gma_bench.mixer import state_bytes
-from gma_bench.model import SequenceModel, build_model, count_parameters
+from gma_bench.mixer.model import SequenceModel, build_model, count_parameters
 from gma_bench.results import Outcome
-from gma_bench.sharding import ShardedStrategy, gathered, is_sharded, load_whole, shard
-from gma_bench.store import require_disk
+from gma_bench.results.store import require_disk
 from gma_bench.task import Batch, Task
+from gma_bench.task.loading import EvaluationBatches
+from gma_bench.train.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
+from gma_bench.train.sharding import ShardedStrategy, gathered, is_sharded, load_whole, shard
 
 NOT_TASK_ARGUMENTS = ("name", "procedure", "form")
 
@@ -666,9 +666,9 @@ def peak_memory(config: DictConfig, task: Task, trainer: L.Trainer) -> tuple[int
     """Peak bytes of training, and how they were found.
 
     On CUDA the allocator's peak over the run; elsewhere the simulated peak of a training step at
-    full length (:func:`gma_bench.cost.step_cost`), which depends on no other process.
+    full length (:func:`gma_bench.profiling.cost.step_cost`), which depends on no other process.
     """
-    from gma_bench.cost import step_cost
+    from gma_bench.profiling.cost import step_cost
 
     device = trainer.strategy.root_device
     if device.type == "cuda":

@@ -13,12 +13,12 @@ from hydra.utils import get_class
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from gma_bench.model import build_model, count_parameters
+from gma_bench.mixer.model import build_model, count_parameters
 from gma_bench.profiling.flops import count_flops
 from gma_bench.profiling.memory import simulate
 from gma_bench.profiling.subject import Subject
 from gma_bench.task import Task
-from gma_bench.training import NOT_TASK_ARGUMENTS
+from gma_bench.train.training import NOT_TASK_ARGUMENTS
 
 ADAM_COPIES = 4
 """Weights, gradients and AdamW's two moments, each as large as the parameters."""
@@ -59,7 +59,7 @@ def unprepared_task(config: DictConfig) -> Task:
 
 
 def planned_shape(task: Task) -> Any:
-    """What :func:`gma_bench.model.build_model` asks of a task, for one that has no data yet."""
+    """What :func:`gma_bench.mixer.model.build_model` asks of a task, for one that has no data yet."""
     vocab_size, num_outputs = task.planned_sizes()
     return SimpleNamespace(
         causal=task.causal, pooling=task.pooling, max_length=task.max_length,

@@ -1,4 +1,4 @@
-"""Many cells: Hydra's sweepers and launchers around :func:`gma_bench.cell.run_job`."""
+"""Many cells: Hydra's sweepers and launchers around :func:`gma_bench.run.execute.run_job`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig
 
-from gma_bench.cell import record_failure, run_job
-from gma_bench.config import choices, compose, new_loader, resolved, run_id, with_external_mixer
 from gma_bench.errors import MissingExtra, SettingError, UserError
 from gma_bench.results import BrokenRecord, read_record, record_path
+from gma_bench.run.compose import (
+    choices,
+    compose,
+    new_loader,
+    resolved,
+    run_id,
+    with_external_mixer,
+)
+from gma_bench.run.execute import record_failure, run_job
 
 MAX_DEATHS = 2
 LAUNCHER_EXTRAS = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from gma_bench.loading import EvaluationBatches, TrainingBatches
+from gma_bench.task.loading import EvaluationBatches, TrainingBatches
 
 Batch = dict[str, Tensor]
 """``tokens (B, N)`` int64, ``mask (B, N)`` bool with True = a real token, ``target`` (as the task says)."""

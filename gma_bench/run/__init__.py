@@ -1,0 +1,1 @@
+"""A run as a value: composed, planned, launched, executed, recorded."""
