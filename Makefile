@@ -5,20 +5,26 @@ SHELL := /bin/bash
 PYTHON ?= python3
 SCALE ?= mini
 BIN := .venv/bin
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check
 export PYTHONUNBUFFERED := 1
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# The stamp is written last, so an interrupted install starts over.
+# The stamps are written last, so an interrupted install starts over.
 .venv/.ready: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "gma_bench needs Python 3.11 or newer; try: make PYTHON=python3.11 ..." >&2; exit 2; }
-	@echo "Installing into .venv (2 GB, more with CUDA; a few minutes, once)"
+	@echo "Installing into .venv (about 2 GB, more with CUDA; a few minutes, once)"
 	@test -f .venv/.ready || $(PYTHON) -m venv --clear .venv
-	@rm -f .venv/.ready
-	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@rm -f .venv/.ready .venv/.ready-dev
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps --editable .
 	@touch .venv/.ready
+
+.venv/.ready-dev: .venv/.ready requirements-dev.lock
+	@echo "Adding what the tests need"
+	@$(PIP) -r requirements.lock -r requirements-dev.lock
+	@touch .venv/.ready-dev
 
 reproduce: .venv/.ready ## run what is missing of the paper's grid and report (SCALE=smoke|mini|paper)
 	@$(BIN)/gma-bench reproduce scale=$(SCALE)
@@ -29,27 +35,26 @@ report: .venv/.ready ## tables, plots, verdicts and page from the records (SCALE
 scaling: .venv/.ready ## memory and time against length and K, and their figures (SCALE=…)
 	@$(BIN)/gma-bench reproduce scale=$(SCALE) --only task=memory,throughput
 
-test: .venv/.ready ## the tests, without the slow ones
+test: .venv/.ready-dev ## the tests, without the slow ones
 	@$(BIN)/python -m pytest
 
-test-all: .venv/.ready ## the tests, slow ones too
+test-all: .venv/.ready-dev ## the tests, slow ones too
 	@$(BIN)/python -m pytest -m "not timing"
 
-test-timing: .venv/.ready ## the tests that compare times; on a quiet machine only
+test-timing: .venv/.ready-dev ## the tests that compare times; on a quiet machine only
 	@$(BIN)/python -m pytest -m timing
 
-lint: .venv/.ready ## ruff, mypy, and an audit of the dependencies
+lint: .venv/.ready-dev ## ruff, mypy, and an audit of the dependencies
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@bash .ci/audit
 
-bench: .venv/.ready ## speed, as ratios measured in one run
+bench: .venv/.ready-dev ## speed, as ratios measured in one run
 	@$(BIN)/python -m benchmarks
 
-# Torch from PyPI asks for one version of triton (its CUDA build), the CPU build for none: lock that one.
-lock: ## pin what is installed in .venv now
-	@$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock
+lock: .venv/.ready-dev ## pin what is installed in .venv now
+	@$(BIN)/python .ci/lock.py
 
 clean: ## remove caches and build products; results and .venv stay
 	@rm -rf .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -362,7 +362,7 @@ def test_a_killed_worker_takes_no_other_cell_along(tiny: list[str], tmp_path: Pa
 def test_an_interrupted_install_starts_over(tmp_path: Path) -> None:
     if shutil.which("make") is None:
         pytest.skip("no make")
-    for name in ("Makefile", "requirements.lock", "pyproject.toml"):
+    for name in ("Makefile", "requirements.lock", "requirements-dev.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / ".venv/bin").mkdir(parents=True)  # begun, not ended: no stamp
     alone = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}  # may run under make
