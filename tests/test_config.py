@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gma_bench.errors import SettingError, UserError
-from gma_bench.run.compose import choices, compose, config_hash, group_hash, resolved, run_id
+from gma_bench.results import config_hash
+from gma_bench.run.compose import choices, compose, group_hash, resolved, run_id
 
 WRONG = {
     "unknown mixer": (["mixer=gmaa"], "mixer=gmaa", "mixer=gma"),

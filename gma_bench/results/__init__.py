@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -17,12 +18,31 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 STATUSES = ("finished", "failed", "diverged")
+MOVED = {
+    "gma_bench.training.train": "gma_bench.train.training.train",
+    "gma_bench.gma.GaussianMixtureAttention": "gma_bench.mixer.gma.GaussianMixtureAttention",
+}
+"""Old and new names of what a configuration may name. A move is no other run: its id stays."""
 RUN_ID = re.compile(r"[a-z0-9_.]+-[A-Za-z0-9_.]+-s\d+-[0-9a-f]{12}")
 
 
 def join_run_id(task: str, mixer: str, seed: int, digest: str) -> str:
     """A run's name from what it consists of."""
     return f"{task}-{mixer}-s{seed}-{digest[:12]}"
+
+
+def config_hash(plain: dict[str, Any]) -> str:
+    """Hex SHA-256 of a resolved configuration, in which what has moved bears its first name."""
+    first = _renamed(plain, {new: old for old, new in MOVED.items()})
+    return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {k: _renamed(v, names) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_renamed(v, names) for v in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 @dataclass
@@ -97,6 +117,7 @@ def read_record(path: Path) -> dict[str, Any]:
     problem = _problem(record, path)
     if problem:
         raise BrokenRecord(f"{path}: {problem}")
+    record["config"] = _renamed(record["config"], MOVED)
     return record
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import json
 import re
 import shlex
 import warnings
@@ -22,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gma_bench.errors import SettingError, UserError
-from gma_bench.results import join_run_id
+from gma_bench.results import config_hash, join_run_id
 
 # Our launcher files bear the names of the plugins' own, as they should; said once a worker otherwise.
 warnings.filterwarnings(
@@ -339,11 +337,6 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 def is_trained(config: DictConfig) -> bool:
     """Whether the cell trains a model (its scale gives it steps)."""
     return _select(config, "training.steps") is not None
-
-
-def config_hash(plain: dict[str, Any]) -> str:
-    """Hex SHA-256 of a resolved configuration."""
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def group_hash(plain: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from gma_bench.results import (
     SCHEMA,
     BrokenRecord,
     Outcome,
+    config_hash,
     read_record,
     record_path,
     write_record,
@@ -27,7 +28,6 @@ from gma_bench.results.store import locked, require_disk
 from gma_bench.run import provenance
 from gma_bench.run.compose import (
     compose,
-    config_hash,
     group_hash,
     import_target,
     is_trained,
