@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from gma_bench.mixer.model import build_model
 from gma_bench.run.compose import compose
 from gma_bench.run.execute import identify
-from gma_bench.train.training import ResumePoint, Trainee, _quiet, build_task, build_trainer
+from gma_bench.train.training import ResumePoint, TrainingModule, _quiet, build_task, build_trainer
 
 STEPS, ROUNDS = 40, 7
 CELLS = ("listops", "text", "wikitext103")
@@ -57,7 +57,7 @@ def _bare(config: DictConfig) -> float:
     """Seconds of the loop that one would write by hand, loading included."""
     L.seed_everything(0, verbose=False)
     task = build_task(config)
-    module = Trainee(build_model(config, task), task, config.training)
+    module = TrainingModule(build_model(config, task), task, config.training)
     built = module.configure_optimizers()
     optimizer, schedule = built["optimizer"], built["lr_scheduler"]["scheduler"]
     batches = iter(task.train_dataloader())
@@ -77,7 +77,7 @@ def _harness(config: DictConfig) -> float:
     """Seconds of the same steps under the harness, from the first batch to the last; no validation."""
     L.seed_everything(0, verbose=False)
     task = build_task(config)
-    module = Trainee(build_model(config, task), task, config.training)
+    module = TrainingModule(build_model(config, task), task, config.training)
     clock = _Clock()
     resume = ResumePoint(Path(config.output_dir) / "resume.ckpt", minutes=10)
     with _quiet(), resume.listening():

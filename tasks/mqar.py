@@ -187,6 +187,10 @@ class MQAR(Task):
             logits.flatten(0, 1).float(), batch["target"].flatten(), ignore_index=IGNORED
         )
 
+    def target_counts(self, split: str) -> NDArray[np.int32]:
+        """Queries of each sequence, ``(size,)``: as many as it has pairs."""
+        return self.rows[split].pairs
+
     def new_metrics(self, split: str) -> dict[str, Metric]:
         """``accuracy`` over queries; on test also by the number of pairs in the sequence."""
         numbers = self.num_pairs if split == "test" else []

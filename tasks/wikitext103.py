@@ -249,6 +249,11 @@ class WikiText103(Task):
             logits.float().flatten(0, 1), batch["target"].flatten(), ignore_index=IGNORED
         )
 
+    def target_counts(self, split: str) -> np.ndarray:
+        """Predicted tokens of each window, ``(size,)``; the last window is shorter."""
+        windows: Any = self.splits[split]
+        return windows.target_counts()
+
     def new_metrics(self, split: str) -> dict[str, Metric]:
         """``perplexity`` (a token), ``perplexity_per_word`` and ``bits_per_byte``."""
         data = self.data[split]
@@ -337,6 +342,11 @@ class Windows(Dataset[Window]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Window]:
         return [self[index] for index in indices]
+
+    def target_counts(self) -> np.ndarray:
+        """Targets of each window, ``(len(self),)``: all together they are the stream's tokens."""
+        stops = self.context + self.stride * np.arange(len(self))
+        return np.diff(np.minimum(stops, self.tokens), prepend=0)
 
 
 # -------------------------------------------------------------------------------------- documents

@@ -191,7 +191,7 @@ from gma_bench.cli import main
 from gma_bench.train import training
 
 count = 0
-original = training.Trainee.training_step
+original = training.TrainingModule.training_step
 
 def stop(self, batch, batch_idx):
     global count
@@ -200,7 +200,7 @@ def stop(self, batch, batch_idx):
         os.kill(os.getpid(), int(sys.argv[2]))
     return original(self, batch, batch_idx)
 
-training.Trainee.training_step = stop
+training.TrainingModule.training_step = stop
 sys.exit(main(["run", *sys.argv[3:]]))
 """
 

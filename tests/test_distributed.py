@@ -91,7 +91,7 @@ from gma_bench.train import training
 from gma_bench.cli import main
 
 count = 0
-original = training.Trainee.training_step
+original = training.TrainingModule.training_step
 
 def stop(self, batch, batch_idx):
     global count
@@ -100,7 +100,7 @@ def stop(self, batch, batch_idx):
         os.kill(os.getpid(), signal.SIGTERM)
     return original(self, batch, batch_idx)
 
-training.Trainee.training_step = stop
+training.TrainingModule.training_step = stop
 sys.exit(main(["run", *sys.argv[1:]]))
 """
 

@@ -296,13 +296,13 @@ import os, signal, sys
 from gma_bench.train import training
 from gma_bench.cli import main
 
-original = training.Trainee.test_step
+original = training.TrainingModule.test_step
 
 def stop(self, batch, batch_idx):
     os.kill(os.getpid(), signal.SIGTERM)
     return original(self, batch, batch_idx)
 
-training.Trainee.test_step = stop
+training.TrainingModule.test_step = stop
 sys.exit(main(["run", *sys.argv[1:]]))
 """
 
@@ -311,7 +311,7 @@ sys.exit(main(["run", *sys.argv[1:]]))
 def test_a_stop_within_the_test_costs_no_training(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gma_bench.train.training import Trainee
+    from gma_bench.train.training import TrainingModule
 
     expected = run_cell(elsewhere(tiny, tmp_path / "whole"))
     words = elsewhere(tiny, tmp_path / "parts")
@@ -321,10 +321,10 @@ def test_a_stop_within_the_test_costs_no_training(
     )  # fmt: skip
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
-    def again(self: Trainee, *batch: Any) -> None:
+    def again(self: TrainingModule, *batch: Any) -> None:
         pytest.fail("trained a step again")
 
-    monkeypatch.setattr(Trainee, "training_step", again)
+    monkeypatch.setattr(TrainingModule, "training_step", again)
     assert same(run_cell(words), expected)
 
 

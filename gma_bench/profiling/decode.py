@@ -29,7 +29,7 @@ def state_at(mixer: Mixer, context: int, batch_size: int) -> State:
     Raises:
         UnknownGrowth: it grows otherwise, and ``context`` is too long to stream.
     """
-    weight = next(mixer.parameters())
+    weight = next(mixer.parameters(), torch.empty(0))  # a control may have none
     x = torch.randn(batch_size, mixer.d_model, device=weight.device, dtype=weight.dtype)
     _, first = mixer.step(x, mixer.init_state(batch_size))
     _, second = mixer.step(x, first)

@@ -26,9 +26,10 @@ class Task(L.LightningDataModule):
     settings only, never on the run's seed.
 
     Args:
-        batch_size: examples a training batch, over all ranks.
+        batch_size: examples a training step, over all ranks and parts.
         eval_batch_size: examples an evaluation batch and rank; changes no metric.
-        num_batches: training batches in the whole run.
+        num_steps: training steps in the whole run.
+        parts: batches that each rank computes its share of a step in; changes no step.
         num_workers: loader processes; 0 loads in the training process.
         worker_timeout_s: a loader process that gives no batch for so long is taken to hang, and the
             cell fails.
@@ -63,7 +64,8 @@ class Task(L.LightningDataModule):
         *,
         batch_size: int = 32,
         eval_batch_size: int = 64,
-        num_batches: int = 1,
+        num_steps: int = 1,
+        parts: int = 1,
         num_workers: int = 0,
         worker_timeout_s: float = 600,
         order_seed: int = 0,
@@ -71,9 +73,8 @@ class Task(L.LightningDataModule):
         cache_dir: str | Path = ".cache/gma_bench",
     ) -> None:
         super().__init__()
-        self.batch_size, self.eval_batch_size, self.num_batches = (
-            batch_size, eval_batch_size, num_batches,
-        )  # fmt: skip
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.num_steps, self.parts = num_steps, parts
         self.num_workers, self.worker_timeout_s = num_workers, worker_timeout_s
         self.order_seed = order_seed
         self.bucket_by_length, self.cache_dir = bucket_by_length, Path(cache_dir)
@@ -88,7 +89,10 @@ class Task(L.LightningDataModule):
 
     @abstractmethod
     def loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The mean training loss of a batch, over examples or over predicted tokens. Scalar."""
+        """The mean training loss of a batch, over examples or over predicted tokens. Scalar.
+
+        Where examples have different numbers of targets, :meth:`target_counts` says so.
+        """
 
     @abstractmethod
     def new_metrics(self, split: str) -> dict[str, Metric]:
@@ -121,20 +125,38 @@ class Task(L.LightningDataModule):
         """Sequence length of each example of a split, where the task knows it cheaply."""
         return None
 
+    def target_counts(self, split: str) -> np.ndarray | None:
+        """Number of targets of each example of a split that the loss is a mean over; None: all alike."""
+        return None
+
     def train_dataloader(self) -> DataLoader[Batch]:
         trainer = self.trainer
-        accumulate = trainer.accumulate_grad_batches if trainer else 1
-        batches = TrainingBatches(
+        self._order = TrainingBatches(
             len(self.splits["train"]),  # type: ignore[arg-type]
             self.batch_size,
-            self.num_batches,
+            self.num_steps,
             self.order_seed,
-            start=trainer.global_step * accumulate if trainer else 0,
+            start=trainer.global_step if trainer else 0,
             rank=trainer.global_rank if trainer else 0,
             world_size=trainer.world_size if trainer else 1,
+            parts=self.parts,
             lengths=self.lengths("train") if self.bucket_by_length else None,
         )
-        return self._loader("train", batches)
+        self._targets = self.target_counts("train")
+        return self._loader("train", self._order)
+
+    def part_weight(self, step: int, part: int) -> float:
+        """What a part's mean loss counts in its step's loss: its targets over an equal share's.
+
+        A step's loss is a sum over its targets, divided once by their number over all parts and
+        ranks. The trainer averages parts and ranks; this weight turns that mean into the step's.
+        """
+        if self._targets is None:
+            return 1.0
+        order, targets = self._order, self._targets
+        shares = order.parts * order.world_size
+        own = int(targets[order.part(step, part)].sum())
+        return own * shares / int(targets[order.step(step)].sum())
 
     def val_dataloader(self) -> DataLoader[Batch]:
         return self.evaluation_dataloader("val")

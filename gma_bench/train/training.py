@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
@@ -35,15 +37,17 @@ from gma_bench.task.loading import EvaluationBatches
 from gma_bench.train.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
 from gma_bench.train.sharding import ShardedStrategy, gathered, is_sharded, load_whole, shard
 
+T = TypeVar("T")
+
 NOT_TASK_ARGUMENTS = ("name", "procedure", "form")
 
 
 class Diverged(Exception):
-    """The loss became NaN or infinite."""
+    """A loss, a logit or a metric became NaN or infinite: no figure is made of it."""
 
-    def __init__(self, step: int, loss: float) -> None:
-        self.step, self.loss = step, loss
-        super().__init__(f"loss {loss} at step {step}")
+    def __init__(self, step: int, what: str) -> None:
+        self.step = step
+        super().__init__(f"{what} at step {step}")
 
 
 class Stopped(BaseException):
@@ -80,9 +84,10 @@ def _build_task(config: DictConfig) -> Task:
     try:
         task: Task = instantiate(
             own,
-            batch_size=training.batch_size // training.accumulate,
+            batch_size=training.batch_size,
             eval_batch_size=training.eval_batch_size,
-            num_batches=training.steps * training.accumulate,
+            num_steps=training.steps,
+            parts=training.accumulate,
             num_workers=training.num_workers,
             worker_timeout_s=training.worker_timeout_s,
             order_seed=config.seed,
@@ -98,7 +103,7 @@ def _build_task(config: DictConfig) -> Task:
     return task
 
 
-class Trainee(L.LightningModule):
+class TrainingModule(L.LightningModule):
     """A model on a task. All that is particular to the task is the task's own.
 
     Attributes:
@@ -117,8 +122,10 @@ class Trainee(L.LightningModule):
             "val_step": [],
         }
         self.test_figures: dict[str, float] = {}
-        self.tokens, self.seconds = 0, 0.0
-        self._pending: list[tuple[int, Tensor]] = []
+        self.tokens: int | Tensor = 0
+        self.seconds = 0.0
+        self._pending: dict[int, Tensor] = {}
+        self._finite = torch.tensor(True)
         self._split_metrics = nn.ModuleDict()
         self._started, self._forwards = 0.0, 0
 
@@ -133,32 +140,49 @@ class Trainee(L.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._started = time.perf_counter()
+        step, part = divmod(batch_idx, self.task.parts)
+        # Dropout draws from the seed and the step alone: no worker, validation or resumption moves it.
+        drawn = (self.task.order_seed, step, part, self.global_rank)
+        torch.manual_seed(int(np.random.SeedSequence(drawn).generate_state(1, np.uint64)[0] >> 1))
+        self._set_validation(step + 1, batch_idx)
+
+    def _set_validation(self, step: int, batch_idx: int) -> None:
+        """Let Lightning, which knows a fixed interval only, validate after this batch or not."""
+        ends_step = (batch_idx + 1) % self.task.parts == 0
+        due = ends_step and step in validation_steps(self.training_config)
+        self.trainer.val_check_batch = batch_idx + 1 if due else batch_idx + 2
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self.task.loss(self.model(batch["tokens"], batch["mask"]), batch)
-        self._pending.append((self.global_step + 1, loss.detach()))
-        self.tokens += int(batch["mask"].sum())
+        step, part = divmod(batch_idx, self.task.parts)
+        weight = self.task.part_weight(step, part)
+        logits = self.model(batch["tokens"], batch["mask"])
+        # A part without targets has no mean.
+        loss = self.task.loss(logits, batch) * weight if weight else logits.sum() * 0.0
+        share = loss.detach() / self.task.parts
+        self._pending[step + 1] = self._pending.get(step + 1, 0) + share
+        self.tokens = self.tokens + batch["mask"].sum()  # no look at the device
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self.seconds += time.perf_counter() - self._started
-        if len(self._pending) >= self.training_config.log_every or self.device.type == "cpu":
+        whole = (batch_idx + 1) % self.task.parts == 0
+        many = len(self._pending) >= self.training_config.log_every
+        if whole and (many or self.device.type == "cpu"):
             self._flush_losses()
+        self.seconds += time.perf_counter() - self._started
 
     def _flush_losses(self) -> None:
         """Look at the losses since the last look (a device is asked once, not every step)."""
         if not self._pending:
             return
-        steps = [step for step, _ in self._pending]
-        losses = torch.stack([loss for _, loss in self._pending])
+        losses = torch.stack(list(self._pending.values()))
         losses = self.trainer.strategy.reduce(losses, reduce_op="mean")
-        for step, loss in zip(steps, losses.tolist(), strict=True):
+        for step, loss in zip(self._pending, losses.tolist(), strict=True):
             if not math.isfinite(loss):
-                raise Diverged(step, loss)
-            if step % self.training_config.log_every == 0 and step not in self.curves["step"][-1:]:
+                raise Diverged(step, f"loss {loss}")
+            if step % self.training_config.log_every == 0:
+                rate = self.training_config.lr * self._rate(step - 1)
                 self.curves["step"].append(step)
                 self.curves["train_loss"].append(loss)
-                rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
                 self.curves["lr"].append(rate)
                 for logger in self.loggers:
                     logger.log_metrics({"train/loss": loss, "train/lr": rate}, step=step)
@@ -229,11 +253,13 @@ class Trainee(L.LightningModule):
 
     def _start_split(self, split: str) -> None:
         self._forwards = 0
+        self._finite = torch.tensor(True, device=self.device)
         self._split_metrics = nn.ModuleDict(self.task.new_metrics(split)).to(self.device)
 
     def _evaluate(self, split: str, batch: Batch) -> None:
         logits = self.model(batch["tokens"], batch["mask"])
         self._forwards += 1
+        self._finite &= logits.isfinite().all()
         self.task.update(dict(self._split_metrics.items()), logits, batch)  # type: ignore[arg-type]
 
     def _keep_pace(self, split: str) -> None:
@@ -251,8 +277,12 @@ class Trainee(L.LightningModule):
 
     def _finish_split(self, split: str) -> dict[str, float]:
         self._keep_pace(split)
+        if not self.trainer.strategy.reduce_boolean_decision(bool(self._finite), all=True):
+            raise Diverged(self.global_step, f"{split} logits that are not finite")
         figures = self.task.compute(dict(self._split_metrics.items()))  # type: ignore[arg-type]
         self._split_metrics = nn.ModuleDict()
+        if not math.isfinite(figure := figures[self.task.metric]):
+            raise Diverged(self.global_step, f"{split} {self.task.metric} {figure}")
         return figures
 
     # --- data: the task is set up by then, and knows the step to start from ---
@@ -271,11 +301,7 @@ class Trainee(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._flush_losses()  # callbacks may save before this step's loss was looked at
         checkpoint["curves"] = self.curves
-        own: dict[str, Any] = {"tokens": self.tokens, "seconds": self.seconds}
-        own["random"] = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            own["random"]["cuda"] = torch.cuda.get_rng_state(self.device)
-        checkpoint["ranks"] = _of_all_ranks(own)
+        checkpoint["ranks"] = _of_all_ranks({"tokens": int(self.tokens), "seconds": self.seconds})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if "optimizer_states" not in checkpoint:  # weights alone: the best checkpoint
@@ -283,17 +309,12 @@ class Trainee(L.LightningModule):
         self.curves = checkpoint["curves"]
         own = checkpoint["ranks"][self.global_rank]
         self.tokens, self.seconds = own["tokens"], own["seconds"]
-        self._random = own["random"]
 
-    def on_train_start(self) -> None:
-        random = self.__dict__.pop("_random", None)
-        if random is None:
-            if self.global_rank:  # ranks drop out different units
-                torch.manual_seed(torch.initial_seed() + (self.global_rank << 32))
-        else:
-            torch.set_rng_state(random["cpu"].cpu())
-            if "cuda" in random:
-                torch.cuda.set_rng_state(random["cuda"].cpu(), self.device)
+
+def validation_steps(training: DictConfig) -> frozenset[int]:
+    """The steps after which to validate: as many as asked, evenly spaced, the last one at the end."""
+    number = min(training.evaluations, training.steps)
+    return frozenset(round(training.steps * (i + 1) / number) for i in range(number))
 
 
 def _of_all_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
@@ -428,7 +449,7 @@ def train(config: DictConfig, callbacks: Sequence[Callback] = ()) -> Outcome:
         torch.cuda.reset_peak_memory_stats()  # a worker runs one cell after another
     task = build_task(config)
     model = build_model(config, task)
-    module = Trainee(model, task, config.training)
+    module = TrainingModule(model, task, config.training)
     folder = Path(config.results_dir) / config.scale.name
     require_disk(folder, 16 * 4 * count_parameters(model) + (64 << 20), "training a cell")
     best = ModelCheckpoint(
@@ -460,7 +481,7 @@ def build_trainer(
     config: DictConfig, callbacks: Sequence[Callback], logger: Logger | None
 ) -> L.Trainer:
     """Lightning's trainer for a cell; one epoch is the whole run, counted in steps."""
-    training, batches = config.training, config.training.steps * config.training.accumulate
+    training = config.training
     if config.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise SettingError(
             "trainer.accelerator", config.trainer.accelerator, "no CUDA device is visible here",
@@ -477,13 +498,13 @@ def build_trainer(
         max_steps=training.steps,
         accumulate_grad_batches=training.accumulate,
         gradient_clip_val=training.clip or None,
-        val_check_interval=max(1, batches // training.evaluations),
+        val_check_interval=1,  # set anew before each batch: TrainingModule._set_validation
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         callbacks=[*callbacks, *bar],
         enable_progress_bar=bool(bar),
         enable_model_summary=False,
-        log_every_n_steps=min(training.log_every, batches),
+        log_every_n_steps=min(training.log_every, training.steps),
         logger=logger or False,
         use_distributed_sampler=False,  # batches are shared between ranks by the task
         plugins=[SealedCheckpointIO()],
@@ -564,7 +585,7 @@ def _resume_path(path: Path) -> Path | None:
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Load a sealed checkpoint's ``state_dict`` into a :class:`Trainee`."""
+    """Load a sealed checkpoint's ``state_dict`` into a :class:`TrainingModule`."""
     load_whole(module, load_checkpoint(path)["state_dict"])
 
 
@@ -602,7 +623,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _outcome(
-    config: DictConfig, module: Trainee, best: ModelCheckpoint, trainer: L.Trainer
+    config: DictConfig, module: TrainingModule, best: ModelCheckpoint, trainer: L.Trainer
 ) -> Outcome:
     task, curves = module.task, module.curves
     chosen = curves["val_step"].index(_best_step(module, task))
@@ -614,7 +635,8 @@ def _outcome(
     metrics = {"val": validation}
     if config.training.test:
         metrics["test"] = module.test_figures
-    peak_bytes, peak_method = peak_memory(config, task, trainer)
+    peak = _described("peak memory", lambda: peak_memory(config, task, trainer))
+    peak_bytes, peak_method = peak or (None, None)
     return Outcome(
         metric=task.metric,
         split=task.split,
@@ -629,14 +651,32 @@ def _outcome(
         extra={
             "checkpoint": f"checkpoints/{Path(best.best_model_path).name}",
             "peak_memory_method": peak_method,
-            "state_bytes": streaming_state_bytes(module.model, task),
+            "process_peak_bytes": process_peak_bytes(),
+            "state_bytes": _described(
+                "state bytes", lambda: streaming_state_bytes(module.model, task)
+            ),
             "best_step": curves["val_step"][chosen],
             "mlp_hidden": module.model.blocks[0].mlp[0].out_features,  # type: ignore[union-attr, index]
         },
     )
 
 
-def _best_step(module: Trainee, task: Task) -> float:
+def _described(what: str, describe: Callable[[], T]) -> T | None:
+    """What only describes a run may fail without costing it its figures."""
+    try:
+        return describe()
+    except Exception as error:
+        warnings.warn(f"{what} not recorded: {type(error).__name__}: {error}", stacklevel=2)
+        return None
+
+
+def process_peak_bytes() -> int:
+    """The most memory that this process has held so far, as the system counts it."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _best_step(module: TrainingModule, task: Task) -> float:
     figures = list(zip(module.curves[f"val_{task.metric}"], module.curves["val_step"], strict=True))
     value = (max if task.higher_is_better else min)(v for v, _ in figures)
     return next(step for v, step in figures if v == value)
@@ -656,7 +696,7 @@ def streaming_state_bytes(model: SequenceModel, task: Task) -> int | None:
         return None
 
 
-def all_tokens(module: Trainee, trainer: L.Trainer) -> float:
+def all_tokens(module: TrainingModule, trainer: L.Trainer) -> float:
     """Real tokens trained on, over all ranks."""
     own = torch.tensor(float(module.tokens), device=trainer.strategy.root_device)
     return float(trainer.strategy.reduce(own, reduce_op="sum"))
