@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gma_bench.errors import SettingError, UserError
 from gma_bench.results import config_hash, join_run_id
+from gma_bench.run.sources import sources_digest
 
 # Our launcher files bear the names of the plugins' own, as they should; said once a worker otherwise.
 warnings.filterwarnings(
@@ -304,6 +305,7 @@ def _select(config: DictConfig, key: str) -> Any:
 # --- what a run is called --------------------------------------------------------------------
 
 IDENTITY = ("task", "mixer", "model", "training", "trainer")
+SOURCES = "_sources_sha256"
 NOT_IDENTITY = {
     "training": ("checkpoint_minutes", "num_workers", "worker_timeout_s", "log_every"),
     "task": ("data_dir", "checkpoint"),
@@ -314,7 +316,8 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     """The part of a configuration that decides a run's figures, resolved to plain values.
 
     Paths, logging and launcher are left out; a local data folder is named by the digest of what it
-    holds, so that changed data never reuse an old record.
+    holds, and mixer, task and procedure by the digest of their sources, so that neither changed data
+    nor changed code reuse an old record.
     """
     from gma_bench.results.store import sha256_tree
 
@@ -331,7 +334,21 @@ def resolved(config: DictConfig) -> dict[str, Any]:
             if not Path(path).exists():
                 raise SettingError(f"task.{key}", path, "no such file or folder", fix)
             plain["task"][f"{key}_sha256"] = sha256_tree(path)
+    for node, key in (("mixer", "_target_"), ("task", "_target_"), ("task", "procedure")):
+        target = plain[node].get(key)
+        if isinstance(target, str) and (digest := sources_digest(target)):
+            plain[node][f"{key.strip('_')}{SOURCES}"] = digest
     return plain
+
+
+def without_sources(plain: dict[str, Any]) -> dict[str, Any]:
+    """A resolved configuration as records had it before they knew their sources."""
+    return {
+        name: {k: v for k, v in node.items() if not k.endswith(SOURCES)}
+        if isinstance(node, dict)
+        else node
+        for name, node in plain.items()
+    }
 
 
 def is_trained(config: DictConfig) -> bool:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from gma_bench.run.compose import (
     is_trained,
     resolved,
     run_id,
+    without_sources,
 )
 
 Record = dict[str, Any]
@@ -56,6 +58,18 @@ def finished_record(path: Path) -> Record | None:
     return record if record["status"] in ("finished", "diverged") else None
 
 
+def standing_record(results_dir: str | Path, scale: str, plain: Record) -> Record | None:
+    """The record that a cell need not be run for again.
+
+    Records made before sources were part of a run's identity stand for the cells of this repository's
+    mixers: they are never averaged with others, whose group differs.
+    """
+    record = finished_record(record_path(results_dir, scale, run_id(plain)))
+    own = str(plain["mixer"]["_target_"]).startswith(("gma_bench.", "baselines."))
+    old = record_path(results_dir, scale, run_id(without_sources(plain)))
+    return finished_record(old) if record is None and own and old.exists() else record
+
+
 def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
     """Run the cell that ``overrides`` describe, unless its record is there already.
 
@@ -71,14 +85,15 @@ def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
     plain = identify(config)
     name = config.run_id
     path = record_path(config.results_dir, config.scale.name, name)
-    if not config.rerun and (record := finished_record(path)):
+    standing = partial(standing_record, config.results_dir, config.scale.name, plain)
+    if not config.rerun and (record := standing()):
         return record | {"skipped": True}
     if not is_main_process():
         return _run(config, plain, name, overrides, keep_failure)
     require_disk(config.results_dir, 32 << 20, "a run")
     with locked(path.parent.parent / "locks" / name):
         # Somebody else may have finished it while this process waited.
-        if not config.rerun and (record := finished_record(path)):
+        if not config.rerun and (record := standing()):
             return record | {"skipped": True}
         record = _run(config, plain, name, overrides, keep_failure)
         write_record(path, record)

@@ -22,18 +22,27 @@ from gma_bench.errors import SettingError, UserError
 from gma_bench.results import BrokenRecord, read_all, read_record, record_path
 from gma_bench.results.store import locked
 from gma_bench.run.compose import CONF, choices, compose, nearest, resolved, run_id
-from gma_bench.run.execute import Record, finished_record
+from gma_bench.run.execute import Record, standing_record
 from gma_bench.run.launch import launch
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the grid: its overrides, its checked configuration and its run id."""
+    """One cell of the grid: its overrides, its checked configuration and what that resolves to."""
 
     overrides: tuple[str, ...]
     config: DictConfig
-    run_id: str
+    plain: Record
     alone: bool
+
+    @property
+    def run_id(self) -> str:
+        return run_id(self.plain)
+
+    @property
+    def record(self) -> Record | None:
+        """The record that this cell need not be run for again."""
+        return standing_record(self.config.results_dir, self.config.scale.name, self.plain)
 
     @property
     def path(self) -> Path:
@@ -119,7 +128,7 @@ def _cell(
         composed[key] = compose(words)
     config = composed[key].copy()
     config.seed = int(names["seed"])
-    return Cell(words, config, run_id(resolved(config)), alone)
+    return Cell(words, config, resolved(config), alone)
 
 
 def reproduce(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
@@ -134,7 +143,7 @@ def reproduce(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
     if not any(o.startswith("hydra/launcher=") for o in hydra):
         hydra.append(f"hydra/launcher={_default_launcher(own)}")
     cells = grid(own, only)
-    missing = [c for c in cells if finished_record(c.path) is None]
+    missing = [c for c in cells if c.record is None]
     _announce(console, cells, missing)
     with _progress(console, missing):
         for alone in (False, True):
@@ -168,7 +177,7 @@ def _name(cell: Cell, key: str) -> str:
 
 
 def _succeeded(cell: Cell) -> bool:
-    record = finished_record(cell.path)
+    record = cell.record
     return record is not None and record["status"] == "finished"
 
 
