@@ -407,7 +407,7 @@ class SourceText:
         size = 0
         for shard in self.shards[split]:
             for _, (row,) in read_rows(shard, ("text",)):
-                line = row.decode().removesuffix("\n") + "\n"
+                line = row.decode().replace("\r\n", "\n").removesuffix("\n") + "\n"
                 if lines and (_ARTICLE.match(line) or size > BATCH_CHARACTERS):
                     yield "".join(lines)
                     lines, size = [], 0

@@ -271,3 +271,33 @@ def test_a_clock_that_is_set_back_does_no_harm(
     record = run_cell(tiny)
     assert record["status"] == "finished"
     assert record["duration_s"] > 0
+
+
+def test_a_mixer_renamed_on_the_command_line_is_given_again_by_its_command(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    kept = [o for o in tiny if not o.startswith("mixer=")]
+    record = run_cell([*kept, "training.steps=2", "mixer.name=gma_ours"])
+    assert record["mixer"] == "gma_ours"
+    words = shlex.split(record["command"])[2:]
+    assert "mixer=gma" in words
+    assert "mixer=gma_ours" not in words
+    again = run_cell([*words, "logger=none", f"results_dir={tmp_path / 'again'}"])
+    assert again["run_id"] == record["run_id"]
+
+
+@pytest.mark.parametrize(
+    "left_over",
+    [{"SLURM_PROCID": "1"}, {"RANK": "1"}, {"LOCAL_RANK": "1"}, {"SLURM_NTASKS": "4"}],
+)
+def test_ranks_left_in_the_environment_are_not_a_single_devices(
+    tiny: list[str], left_over: dict[str, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gma_bench.cli", "run", *tiny, "training.steps=2"],
+        env={**os.environ, **left_over}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "test accuracy" in done.stdout
+    folder = next(o for o in tiny if o.startswith("results_dir=")).partition("=")[2]
+    assert len(read_all(folder)[0]) == 1

@@ -12,9 +12,11 @@ import functools
 import hashlib
 import mmap
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +57,22 @@ class Unavailable(Exception):
 # ---------------------------------------------------------------- the library
 
 
-def compiler() -> str | None:
-    """The C++ compiler: what ``CXX`` names, or the system's."""
+def compiler() -> tuple[str, ...]:
+    """The words of the C++ compiler: ``CXX`` with its arguments, or the system's; empty without one."""
     chosen = os.environ.get("CXX")
-    return shutil.which(chosen) if chosen else shutil.which("c++") or shutil.which("g++")
+    for words in [shlex.split(chosen)] if chosen else [["c++"], ["g++"]]:
+        if words and (found := shutil.which(words[0])):
+            return found, *words[1:]
+    return ()
 
 
 @functools.cache
 def compiler_version() -> str:
     """The first line that the compiler says of itself; empty without one."""
     found = compiler()
-    if found is None:
+    if not found:
         return ""
-    said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    said = subprocess.run([*found, "--version"], capture_output=True, text=True).stdout
     return said.partition("\n")[0]
 
 
@@ -79,9 +84,9 @@ def library() -> ctypes.CDLL:
         Unavailable: no compiler, or it refuses.
     """
     found = compiler()
-    if found is None or os.name != "posix":
+    if not found or os.name != "posix":
         raise Unavailable("no C++ compiler was found (CXX, c++ or g++)")
-    parts = SOURCE.read_text(), *FLAGS, found, compiler_version(), processor()
+    parts = SOURCE.read_text(), *FLAGS, *found, compiler_version(), processor()
     name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"gma_bench-{os.getuid()}"):
         try:
@@ -110,16 +115,18 @@ def processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
-def build(command: str, target: Path) -> None:
+def build(command: Sequence[str], target: Path) -> None:
     """Compile to ``target``, which is whole or absent at any moment."""
     handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
         done = subprocess.run(
-            [command, *FLAGS, str(SOURCE), "-o", name], capture_output=True, text=True
+            [*command, *FLAGS, str(SOURCE), "-o", name], capture_output=True, text=True
         )
         if done.returncode:
-            raise Unavailable(f"{command} could not compile {SOURCE.name}: {done.stderr.strip()}")
+            raise Unavailable(
+                f"{shlex.join(command)} could not compile {SOURCE.name}: {done.stderr.strip()}"
+            )
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)

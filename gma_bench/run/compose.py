@@ -41,6 +41,14 @@ def choices(group: str) -> list[str]:
     return sorted(p.stem for p in (CONF / group).glob("*.yaml"))
 
 
+def default_choices() -> dict[str, str]:
+    """Task, mixer and scale of a run that names none."""
+    config = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
+    assert isinstance(config, dict)
+    chosen = {k: v for d in config["defaults"] if isinstance(d, dict) for k, v in d.items()}
+    return {str(group): str(chosen[group]) for group in ("task", "mixer", "scale")}
+
+
 def new_loader() -> ConfigLoaderImpl:
     """A loader of ``conf/`` that touches no global state of Hydra's."""
     from hydra import version

@@ -29,6 +29,7 @@ from gma_bench.results.store import locked, require_disk
 from gma_bench.run import provenance
 from gma_bench.run.compose import (
     compose,
+    default_choices,
     group_hash,
     import_target,
     is_trained,
@@ -82,6 +83,7 @@ def run_cell(overrides: Sequence[str], *, keep_failure: bool = True) -> Record:
         The record; ``record["skipped"]`` tells that it was there before.
     """
     config = compose(overrides)
+    _forget_ranks(config)
     plain = identify(config)
     name = config.run_id
     path = record_path(config.results_dir, config.scale.name, name)
@@ -129,10 +131,20 @@ def identify(config: DictConfig) -> Record:
     return plain
 
 
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+
+
 def is_main_process() -> bool:
     """Whether this process writes the record: rank 0 of the processes that share a cell."""
-    ranks = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return all(rank == "0" for rank in ranks)
+    return all(os.environ.get(name, "0") == "0" for name in RANKS)
+
+
+def _forget_ranks(config: DictConfig) -> None:
+    """A cell on one device has no ranks: those of whatever started this process are not its own."""
+    if config.trainer.devices == 1 and config.trainer.get("num_nodes", 1) == 1:
+        for name in (*RANKS, "SLURM_NTASKS", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            if os.environ.get(name, "0") not in ("0", "1") or name in RANKS:
+                os.environ.pop(name, None)
 
 
 def _run(
@@ -210,15 +222,10 @@ def _before(config: DictConfig, plain: Record, name: str, overrides: Sequence[st
 def _complete(overrides: Sequence[str], config: DictConfig) -> list[str]:
     """The overrides with the choices that were left to their defaults spelled out."""
     named = {o.partition("=")[0] for o in overrides}
-    given = list(overrides)
-    if "mixer" not in named and "mixer._target_" not in named:
-        given.append(f"mixer={config.mixer.name}")
-    for key, value in (
-        ("task", config.task.name), ("scale", config.scale.name), ("seed", config.seed),
-    ):  # fmt: skip
-        if key not in named:
-            given.append(f"{key}={value}")
-    return given
+    chosen = default_choices() | {"seed": config.seed}
+    if "mixer._target_" in named:
+        del chosen["mixer"]
+    return [*overrides, *(f"{key}={value}" for key, value in chosen.items() if key not in named)]
 
 
 def _device_name(config: DictConfig) -> str | None:

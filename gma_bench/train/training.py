@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import resource
@@ -38,6 +39,9 @@ from gma_bench.train.checkpoints import DamagedCheckpoint, SealedCheckpointIO, l
 from gma_bench.train.sharding import ShardedStrategy, gathered, is_sharded, load_whole, shard
 
 T = TypeVar("T")
+
+TRIM_STEPS = 100
+"""Batches of ever new lengths tear the heap: the free pieces between them go back so often."""
 
 NOT_TASK_ARGUMENTS = ("name", "procedure", "form")
 
@@ -168,6 +172,8 @@ class TrainingModule(L.LightningModule):
         many = len(self._pending) >= self.training_config.log_every
         if whole and (many or self.device.type == "cpu"):
             self._flush_losses()
+        if self.device.type == "cpu" and self.global_step % TRIM_STEPS == 0:
+            trim_heap()
         self.seconds += time.perf_counter() - self._started
 
     def _flush_losses(self) -> None:
@@ -488,7 +494,7 @@ def build_trainer(
             "trainer=cpu",
         )  # fmt: skip
     bar = [TQDMProgressBar(refresh_rate=5)] if shows_progress() else []
-    return L.Trainer(
+    trainer = L.Trainer(
         accelerator=config.trainer.accelerator,
         devices=config.trainer.devices,
         strategy=ShardedStrategy()
@@ -510,6 +516,14 @@ def build_trainer(
         plugins=[SealedCheckpointIO()],
         default_root_dir=config.output_dir,
     )
+    if trainer.strategy.root_device.type == "cpu" and str(config.trainer.precision).startswith(
+        "16"
+    ):
+        raise SettingError(
+            "trainer.precision", config.trainer.precision, "a CPU has no float16 of its own",
+            "trainer.precision=bf16-mixed",
+        )  # fmt: skip
+    return trainer
 
 
 def shows_progress() -> bool:
@@ -668,6 +682,13 @@ def _described(what: str, describe: Callable[[], T]) -> T | None:
     except Exception as error:
         warnings.warn(f"{what} not recorded: {type(error).__name__}: {error}", stacklevel=2)
         return None
+
+
+def trim_heap() -> None:
+    """Give the pages that lie free in the heap back to the system, where the allocator is glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def process_peak_bytes() -> int:

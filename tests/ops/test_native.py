@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -271,6 +272,16 @@ def test_without_a_compiler_auto_takes_plain_torch(command: str, says: str, tmp_
     assert says in refusal
     assert "backend='chunked' takes any input" in refusal
     assert not list(tmp_path.rglob("*.so"))  # nothing half-written
+
+
+@pytest.mark.parametrize("arguments", ["-m64", "-O1 -g0"])
+def test_a_compiler_may_come_with_arguments(arguments: str, tmp_path: Path) -> None:
+    """``CXX="ccache g++"`` or ``"g++ -m64"``, as build systems take it."""
+    if platform.machine() != "x86_64" or shutil.which("g++") is None:
+        pytest.skip("wants g++ on x86-64")
+    said = run_script(CXX=f"g++ {arguments}", XDG_CACHE_HOME=str(tmp_path))
+    assert said[-1] == "native ran"
+    assert len(list(tmp_path.rglob("*.so"))) == 1
 
 
 def test_a_damaged_library_is_replaced_and_a_locked_folder_is_left(tmp_path: Path) -> None:

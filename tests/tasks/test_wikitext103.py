@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -403,6 +405,20 @@ def test_missing_splits_are_held_out_of_train(folder: Path, tmp_path: Path) -> N
     assert all(text.count(" = Title") >= 2 for text in texts.values())
     moved = make(partial, tmp_path / "cache", tokenizer="byte", data_seed=3)
     assert moved.tokenizer.decode(moved.data["val"].stream[1:].tolist()) != texts["val"]
+
+
+def test_rows_that_end_as_on_windows_are_the_same_articles(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "crlf"
+    other.mkdir()
+    for path in folder.glob("*.parquet"):
+        rows = pq.read_table(path).column("text").to_pylist()
+        crlf = [row.removesuffix("\n") + "\r\n" for row in rows]
+        pq.write_table(pa.table({"text": crlf}), other / path.name)
+    unix = make(folder, tmp_path / "cache", tokenizer="byte")
+    windows = make(other, tmp_path / "cache", tokenizer="byte")
+    for split in unix.data:
+        assert windows.data[split].documents == unix.data[split].documents > 1
+        assert np.array_equal(windows.data[split].stream, unix.data[split].stream)
 
 
 def test_second_start_reads_the_cache(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from gma_bench.errors import SettingError
 from gma_bench.mixer import Mixer
-from gma_bench.run.execute import run_cell
+from gma_bench.run.compose import compose
+from gma_bench.run.execute import identify, run_cell
 from gma_bench.task.loading import TrainingBatches
+from gma_bench.train import training
 from gma_bench.train.training import validation_steps
 
 Record = dict[str, Any]
@@ -138,3 +143,42 @@ def test_the_rate_in_a_curve_is_the_one_the_step_used(tiny: list[str]) -> None:
     rates = dict(zip(record["curves"]["step"], record["curves"]["lr"], strict=True))
     assert rates[1] == pytest.approx(0.01 / 3)
     assert rates[3] == pytest.approx(0.01)
+
+
+def test_float16_is_refused_on_a_cpu(tiny: list[str]) -> None:
+    with pytest.raises(SettingError, match=r"trainer\.precision.*16-mixed.*bf16-mixed"):
+        run_cell([*tiny, "trainer.precision=16-mixed"], keep_failure=False)
+
+
+def test_the_heap_is_given_back_now_and_then(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(training, "trim_heap", lambda: calls.append(1))
+    monkeypatch.setattr(training, "TRIM_STEPS", 4)
+    run(*tiny)
+    assert len(calls) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_memory_stays_flat_over_batches_of_ever_new_lengths(tmp_path: Path) -> None:
+    """Resident memory after 1,200 steps is within 10 % of that after 300."""
+    seen: dict[int, int] = {}
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step in (300, 1200):
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                seen[trainer.global_step] = pages
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("resident memory is read from /proc")
+    config = compose([
+        "task=text", "mixer=gma", "scale=mini", "trainer=cpu", "logger=none",
+        f"results_dir={tmp_path}", f"cache_dir={tmp_path}/cache", "training.steps=1200",
+        "training.evaluations=1", "training.test=false",
+    ])  # fmt: skip
+    identify(config)
+    training.train(config, [Watch()])
+    assert seen[1200] < 1.1 * seen[300]
