@@ -65,7 +65,7 @@ def compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig
     overrides = with_external_mixer(overrides)
     try:
         config = new_loader().load_configuration("config", list(overrides), RunMode.RUN)
-    except (HydraException, ConfigLoadError, OmegaConfBaseException) as error:
+    except (HydraException, ConfigLoadError, OmegaConfBaseException, ValueError) as error:
         raise _explain(error, overrides) from None
     _refuse_added(overrides)
     rules.check(config)
@@ -101,7 +101,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
     text = str(error)
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key in (*GROUPS, "hydra/launcher") and f"{key}/" in text and value not in choices(key):
+        named = f"{key}/" in text or value == "null"
+        if key in (*GROUPS, "hydra/launcher") and named and value not in choices(key):
             names = choices(key)
             return SettingError(
                 key, value, f"must be one of {', '.join(names)}", f"{key}={nearest(value, names)}"
