@@ -49,7 +49,7 @@ def _number(
 
 
 def _one_of(*names: str) -> Rule:
-    words = f"must be one of {', '.join(names)}" if len(names) > 1 else f"must be {names[0]}"
+    words = "must be " + " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     return (lambda v: isinstance(v, str) and v in names), words, names[0]
 
 
@@ -125,8 +125,8 @@ RULES: dict[str, dict[Rule, str]] = {
                   "bpe_vocab_size word_vocab_size eval_stride max_train_tokens max_eval_tokens "
                   "num_tokens resamples",
         COUNT: "min_length data_seed",
-        ABOVE_0: "power_a budget_gib tolerance block_ms call_seconds",
-        FROM_0: "cell_seconds cap_seconds",
+        ABOVE_0: "power_a budget_gib tolerance block_ms",
+        FROM_0: "cell_seconds cap_seconds call_seconds",
         _number(0, 1, above=True, below=True): "validation_share",
         _one_of("embedded", "local", "hub"): "source default_source",
         _one_of("word", "bpe", "gpt2", "byte"): "tokenizer",
