@@ -57,7 +57,7 @@ def test_a_name_that_is_no_plain_name_is_refused(key: str, name: str, tiny: list
     config = compose(tiny)
     node, _, leaf = key.partition(".")
     config[node][leaf] = name
-    from gma_bench.run.compose import check
+    from gma_bench.run.rules import check
 
     with pytest.raises(UserError, match=key.replace(".", r"\.")):
         check(config)

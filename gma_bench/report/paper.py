@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from gma_bench.errors import UserError
+from gma_bench.results import read_bounded
+from gma_bench.results.validate import implausible
 
 DEFAULT = Path(__file__).parents[2] / "results" / "paper.yaml"
 
@@ -55,6 +57,18 @@ class Paper:
         return [*known, *sorted(present - set(known))]
 
 
+def _wrong_kind(content: Any) -> str | None:
+    """A part of the file that is no list or mapping where one belongs."""
+    if not isinstance(content, dict):
+        return "not a mapping"
+    for name, part in vars(Paper()).items():
+        if not isinstance(content.get(name, part), type(part)):
+            return f"{name} must be a {type(part).__name__}"
+        if isinstance(part, list) and not all(isinstance(i, dict) for i in content.get(name, part)):
+            return f"{name} must be a list of mappings"
+    return None
+
+
 def read_paper(results_dir: Path) -> Paper:
     """``<results_dir>/paper.yaml``, or the repository's own where there is none.
 
@@ -65,8 +79,10 @@ def read_paper(results_dir: Path) -> Paper:
     if not path.is_file():
         path = DEFAULT
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(read_bounded(path))
+        if wrong := implausible(content) or _wrong_kind(content):
+            raise ValueError(wrong)
         return Paper(**content)
-    except (OSError, yaml.YAMLError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"cannot read the paper's figures: {path}: {reason}") from error

@@ -246,8 +246,9 @@ def majority_accuracy(record: Record) -> float | None:
             of_split = part.get(record["split"])
             if isinstance(of_split, dict) and is_number(of_split.get("majority_share")):
                 return float(of_split["majority_share"])
-            if isinstance(of_split, dict) and of_split.get("class_shares"):
-                return float(max(of_split["class_shares"].values()))
+            shares = of_split.get("class_shares") if isinstance(of_split, dict) else None
+            if isinstance(shares, dict) and shares and all(map(is_number, shares.values())):
+                return float(max(shares.values()))
             pending += part.values()
     return metric_of(record, record["split"], "majority_accuracy")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gma_bench.results.store import write_atomic
+from gma_bench.results.validate import MAX_BYTES, implausible, is_measured, problem
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,7 +79,16 @@ class Outcome:
 
 
 class BrokenRecord(Exception):
-    """A record that cannot be believed: cut short, altered, or not of this schema."""
+    """A record that cannot be believed: cut short, altered, or not of this schema.
+
+    Args:
+        path: its file.
+        wrong: what is wrong with it; may quote the record, so that it is cut and made printable.
+    """
+
+    def __init__(self, path: Path, wrong: object) -> None:
+        words = " ".join(f"{path}: {str(wrong)[:200]}".split())
+        super().__init__(words.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def record_path(results_dir: Path | str, scale: str, run_id: str) -> Path:
@@ -88,15 +97,15 @@ def record_path(results_dir: Path | str, scale: str, run_id: str) -> Path:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a record whole or not at all. NaN and infinity become null: JSON has none."""
+    """Write a record whole or not at all. NaN, infinity and what is near it become null."""
     write_atomic(
         path, json.dumps(_finite(record), indent=1, sort_keys=False, allow_nan=False) + "\n"
     )
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    if isinstance(value, float) and not is_measured(value):
+        return 0.0 if abs(value) < 1 else None
     if isinstance(value, dict):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -111,14 +120,29 @@ def read_record(path: Path) -> dict[str, Any]:
         BrokenRecord: with what is wrong.
     """
     try:
-        record = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BrokenRecord(f"{path}: {error}") from error
-    problem = _problem(record, path)
-    if problem:
-        raise BrokenRecord(f"{path}: {problem}")
+        record = json.loads(read_bounded(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BrokenRecord(path, error) from error
+    wrong = _problem(record, path)
+    if wrong:
+        raise BrokenRecord(path, wrong)
     record["config"] = _renamed(record["config"], MOVED)
     return record
+
+
+def read_bounded(path: Path) -> str:
+    """The text of a file that somebody else may have written.
+
+    Raises:
+        ValueError: it is larger than :data:`~gma_bench.results.validate.MAX_BYTES`, no regular file,
+            or not UTF-8.
+        OSError: it cannot be read.
+    """
+    if not path.is_file():
+        raise ValueError("no regular file")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
+    return path.read_text(encoding="utf-8")
 
 
 def _problem(record: Any, path: Path) -> str | None:
@@ -130,33 +154,12 @@ def _problem(record: Any, path: Path) -> str | None:
         return f"status {record.get('status')!r} is none of {', '.join(STATUSES)}"
     if record.get("run_id") != path.stem or not RUN_ID.fullmatch(path.stem):
         return f"run_id {record.get('run_id')!r} does not match the file's name"
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "task": str,
-        "mixer": str,
-        "scale": str,
-        "seed": int,
-        "config": dict,
-        "config_hash": str,
-        "metric": str,
-        "split": str,
-        "metrics": dict,
-        "rows": list,
-        "curves": dict,
-        "data": dict,
-        "duration_s": (int, float),
-        "command": str,
-        "git": dict,
-        "versions": dict,
-        "machine": dict,
-    }
-    for key, kind in kinds.items():
-        if not isinstance(record.get(key), kind):
-            return f"{key} is missing or of the wrong type"
+    wrong = implausible(record) or problem(record)
+    if wrong:
+        return wrong
     named = join_run_id(record["task"], record["mixer"], record["seed"], record["config_hash"])
     if record["run_id"] != named:
         return "task, mixer, seed or config_hash does not match run_id"
-    if record["status"] == "finished" and not isinstance(record.get("value"), int | float | None):
-        return "value is not a number"
     return None
 
 

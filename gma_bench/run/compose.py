@@ -21,6 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gma_bench.errors import SettingError, UserError
 from gma_bench.results import config_hash, join_run_id
+from gma_bench.run import rules
+from gma_bench.run.rules import select
 from gma_bench.run.sources import sources_digest
 
 # Our launcher files bear the names of the plugins' own, as they should; said once a worker otherwise.
@@ -33,7 +35,6 @@ CONF = ROOT / "conf"
 GROUPS = ("task", "mixer", "scale", "trainer", "logger")
 CLOSED_NODES = ("", "task", "model", "training", "trainer")
 """Where no key may be added: a mixer of one's own has settings that no file names, these have none."""
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 
 
 def choices(group: str) -> list[str]:
@@ -72,10 +73,10 @@ def compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig
     overrides = with_external_mixer(overrides)
     try:
         config = new_loader().load_configuration("config", list(overrides), RunMode.RUN)
-    except (HydraException, ConfigLoadError, OmegaConfBaseException) as error:
+    except (HydraException, ConfigLoadError, OmegaConfBaseException, ValueError) as error:
         raise _explain(error, overrides) from None
     _refuse_added(overrides)
-    check(config)
+    rules.check(config)
     if not with_hydra:
         with open_dict(config):
             del config["hydra"]
@@ -108,7 +109,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> UserError:
     text = str(error)
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key in (*GROUPS, "hydra/launcher") and f"{key}/" in text and value not in choices(key):
+        named = f"{key}/" in text or value == "null"
+        if key in (*GROUPS, "hydra/launcher") and named and value not in choices(key):
             names = choices(key)
             return SettingError(
                 key, value, f"must be one of {', '.join(names)}", f"{key}={nearest(value, names)}"
@@ -170,146 +172,6 @@ def nearest(value: str, names: Sequence[str]) -> str:
     return (difflib.get_close_matches(value, names, n=1, cutoff=0.0) or [names[0]])[0]
 
 
-# --- what a value may be ---------------------------------------------------------------------
-
-Rule = tuple[str, Callable[[Any], bool], str, Any]
-
-
-def _integer(low: int) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= low
-
-
-def _number(
-    low: float, high: float = float("inf"), *, open_low: bool = False
-) -> Callable[[Any], bool]:
-    return lambda v: (
-        isinstance(v, int | float)
-        and not isinstance(v, bool)
-        and (low < v if open_low else low <= v)
-        and v <= high
-    )
-
-
-POSITIVE = "must be a whole number of at least 1"
-NEVER_NULL = (
-    "seed",
-    "model.d_model",
-    "model.num_layers",
-    "model.num_heads",
-    "mixer.num_components",
-)
-RULES: list[Rule] = [
-    ("seed", _integer(0), "must be a whole number of at least 0", 0),
-    ("model.d_model", _integer(1), POSITIVE, 64),
-    ("model.num_layers", _integer(1), POSITIVE, 2),
-    ("model.num_heads", _integer(1), POSITIVE, 2),
-    ("model.mlp_ratio", _number(0, open_low=True), "must be above 0", 2),
-    ("model.dropout", _number(0, 0.999), "must be at least 0 and below 1", 0.0),
-    ("model.positions", lambda v: v in ("learned", "sinusoidal", "none"),
-     "must be learned, sinusoidal or none", "learned"),
-    ("model.pooling", lambda v: v in ("mean", "cls"), "must be mean or cls", "mean"),
-    ("training.steps", _integer(1), POSITIVE, 100),
-    ("training.batch_size", _integer(1), POSITIVE, 32),
-    ("training.accumulate", _integer(1), POSITIVE, 1),
-    ("training.eval_batch_size", _integer(1), POSITIVE, 64),
-    ("training.evaluations", _integer(1), POSITIVE, 5),
-    ("training.optimizer", lambda v: v in ("adamw",), "must be adamw", "adamw"),
-    ("training.lr", _number(0, open_low=True), "must be above 0", 0.001),
-    ("training.weight_decay", _number(0), "must be at least 0", 0.01),
-    ("training.warmup", _number(0, 1), "must lie between 0 and 1", 0.1),
-    ("training.schedule", lambda v: v in ("cosine", "linear", "constant"),
-     "must be cosine, linear or constant", "cosine"),
-    ("training.final_lr", _number(0, 1), "must lie between 0 and 1", 0.1),
-    ("training.clip", _number(0), "must be at least 0 (0 does not clip)", 1.0),
-    ("training.num_workers", _integer(0), "must be a whole number of at least 0", 0),
-    ("training.worker_timeout_s", _number(0, open_low=True), "must be above 0", 600),
-    ("training.checkpoint_minutes", _number(0), "must be at least 0", 10),
-    ("training.log_every", _integer(1), POSITIVE, 10),
-    ("training.test", lambda v: isinstance(v, bool), "must be true or false", "true"),
-    ("trainer.num_threads", _integer(1), POSITIVE, 1),
-    ("mixer.num_components", _integer(1), POSITIVE, 64),
-    ("mixer.routing_dim", _integer(1), POSITIVE, 32),
-    ("mixer.num_features", _integer(1), POSITIVE, 64),
-    ("mixer.variance_floor", _number(0, open_low=True), "must be above 0", 0.001),
-    ("task.max_length", _integer(1), POSITIVE, 512),
-    ("task.min_length", _integer(0), "must be a whole number of at least 0", 16),
-    ("task.source", lambda v: v in ("embedded", "local", "hub"),
-     "must be embedded, local or hub", "embedded"),
-    ("task.data_seed", _integer(0), "must be a whole number of at least 0", 0),
-]  # fmt: skip
-
-
-def check(config: DictConfig) -> None:
-    """Check every value of a composed configuration that can be judged without building anything.
-
-    Raises:
-        SettingError: the first that is not allowed.
-    """
-    for key in ("task.name", "mixer.name", "scale.name"):
-        name = _select(config, key)
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise SettingError(key, name, "may hold letters, digits, _ and . only", f"{key}=mine")
-    for setting, allowed, words, example in RULES:
-        value = _select(config, setting)
-        null = value is None and setting in NEVER_NULL and _has(config, setting)
-        if null or (value is not None and not allowed(value)):
-            raise SettingError(setting, value, words, f"{setting}={example}")
-    folder = Path(str(_select(config, "results_dir")))
-    if folder.exists() and not folder.is_dir():
-        raise SettingError(
-            "results_dir", folder, "is a file; must be a folder", "results_dir=results"
-        )
-    _check_together(config)
-
-
-def _check_together(config: DictConfig) -> None:
-    d_model, heads = _select(config, "model.d_model"), _select(config, "model.num_heads")
-    if d_model and heads and d_model % heads:
-        divisors = [h for h in range(1, d_model + 1) if d_model % h == 0]
-        nearest = min(divisors, key=lambda h: abs(h - heads))
-        raise SettingError(
-            "model.num_heads", heads, f"must divide model.d_model={d_model}",
-            f"model.num_heads={nearest}",
-        )  # fmt: skip
-    low, high = _select(config, "task.min_length"), _select(config, "task.max_length")
-    if low is not None and high is not None and high < low:
-        raise SettingError(
-            "task.max_length", high, f"must be at least task.min_length={low}",
-            f"task.max_length={max(2 * low, 16)}",
-        )  # fmt: skip
-    if _select(config, "task.source") == "local" and not _select(config, "task.data_dir"):
-        raise SettingError(
-            "task.data_dir", None, "task.source=local reads a folder", "task.data_dir=/path/to/data"
-        )
-    batch, parts = _select(config, "training.batch_size"), _select(config, "training.accumulate")
-    if batch and parts and batch % parts:
-        raise SettingError(
-            "training.accumulate", parts, f"must divide training.batch_size={batch}",
-            "training.accumulate=1",
-        )  # fmt: skip
-    form, forms = _select(config, "task.form"), _select(config, "mixer.forms")
-    if form and forms and form not in forms:
-        mixer = _select(config, "mixer.name")
-        raise SettingError(
-            "mixer", mixer, f"has no {form} form, which task={config.task.name} needs"
-            + (f" ({config.mixer.forms_reason})" if "forms_reason" in config.mixer else ""),
-            "mixer=gma",
-        )  # fmt: skip
-
-
-def _has(config: DictConfig, key: str) -> bool:
-    node, _, leaf = key.rpartition(".")
-    return leaf in (config[node] if node else config)
-
-
-def _select(config: DictConfig, key: str) -> Any:
-    try:
-        return OmegaConf.select(config, key)
-    except OmegaConfBaseException as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"{key} cannot be resolved: {first}") from None
-
-
 # --- what a run is called --------------------------------------------------------------------
 
 IDENTITY = ("task", "mixer", "model", "training", "trainer")
@@ -337,7 +199,7 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         assert isinstance(values, dict)
         plain[node] = {str(k): v for k, v in values.items() if k not in NOT_IDENTITY.get(node, ())}
     for key, fix in (("data_dir", "task.source=embedded"), ("checkpoint", "task.checkpoint=null")):
-        path = _select(config, f"task.{key}")
+        path = select(config, f"task.{key}")
         if path:
             if not Path(path).exists():
                 raise SettingError(f"task.{key}", path, "no such file or folder", fix)
@@ -361,7 +223,7 @@ def without_sources(plain: dict[str, Any]) -> dict[str, Any]:
 
 def is_trained(config: DictConfig) -> bool:
     """Whether the cell trains a model (its scale gives it steps)."""
-    return _select(config, "training.steps") is not None
+    return select(config, "training.steps") is not None
 
 
 def group_hash(plain: dict[str, Any]) -> str:
