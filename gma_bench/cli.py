@@ -135,11 +135,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    from gma_bench.run import plan as grid
-
     if options.dry_run:
-        return grid.dry_run(options.overrides, options.only)
-    return grid.reproduce(options.overrides, options.only)
+        from gma_bench.run.dry_run import dry_run
+
+        return dry_run(options.overrides, options.only)
+    from gma_bench.run.plan import reproduce as run_missing
+
+    return run_missing(options.overrides, options.only)
 
 
 def report(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from gma_bench.profiling import cost
 from gma_bench.run import compose as configuration
 from gma_bench.run import plan as reproduce
 from gma_bench.run.compose import compose
+from gma_bench.run.dry_run import dry_run
 
 PAPER = ("gma", "sdpa", "linformer", "linear_transformer", "performer", "mamba")
 
@@ -128,7 +129,7 @@ def test_a_dry_run_costs_every_cell_and_runs_none(
 ) -> None:
     words = ["scale=smoke", f"results_dir={tmp_path / 'results'}"]
     only = ["task=listops,wikitext103,interpretability,memory", "mixer=gma,sdpa"]
-    assert reproduce.dry_run(words, only) == 0
+    assert dry_run(words, only) == 0
     said = capsys.readouterr().out
     for task in ("listops", "wikitext103", "interpretability", "memory"):
         assert task in said

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from gma_bench.train.tuning import choose, write
+from gma_bench.run.tuning import choose, write
 
 
 def record(mixer: str, rate: float, val: float, test: float, **more: Any) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from gma_bench.mixer.model import build_model, count_parameters
 from gma_bench.profiling.flops import count_flops
 from gma_bench.profiling.memory import simulate
 from gma_bench.profiling.subject import Subject
-from gma_bench.task import Task
-from gma_bench.train.training import NOT_TASK_ARGUMENTS
+from gma_bench.task import NOT_ARGUMENTS, Task
 
 ADAM_COPIES = 4
 """Weights, gradients and AdamW's two moments, each as large as the parameters."""
@@ -54,7 +53,7 @@ def unprepared_task(config: DictConfig) -> Task:
     target = get_class(config.task._target_)
     # A procedure may add settings of its own to those of the task that it builds upon.
     taken = inspect.signature(target).parameters
-    own = {k: v for k, v in config.task.items() if k in taken and k not in NOT_TASK_ARGUMENTS}
+    own = {k: v for k, v in config.task.items() if k in taken and k not in NOT_ARGUMENTS}
     return target(cache_dir=config.cache_dir, **own)
 
 

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gma_bench.profiling.growth import Growth, growth_of
 from gma_bench.profiling.storages import StorageTracker, saved_for_backward
 from gma_bench.profiling.subject import (
     Subject,
@@ -35,6 +34,7 @@ from gma_bench.profiling.subject import (
     resolve_mixer,
 )  # fmt: skip
 from gma_bench.results import Outcome
+from gma_bench.results.growth import Growth, growth_of
 
 NOT_SIMULABLE = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,

@@ -15,7 +15,6 @@ from gma_bench.mixer import Mixer, State, state_bytes
 from gma_bench.mixer.model import build_mixer, count_parameters
 from gma_bench.profiling.decode import UnknownGrowth, state_at
 from gma_bench.profiling.flops import count_flops, peak_flops_per_s
-from gma_bench.profiling.growth import growth_of
 from gma_bench.profiling.memory import NOT_SIMULABLE, extrapolate, is_out_of_memory
 from gma_bench.profiling.subject import (
     Subject,
@@ -28,6 +27,7 @@ from gma_bench.profiling.subject import (
 )  # fmt: skip
 from gma_bench.profiling.timing import Timing, interleaved
 from gma_bench.results import Outcome
+from gma_bench.results.growth import growth_of
 from gma_bench.results.store import locked
 
 Run = Callable[[], object]

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from gma_bench.errors import UserError
-from gma_bench.profiling import growth
 from gma_bench.report.groups import (
     Group,
     Record,
@@ -22,6 +21,7 @@ from gma_bench.report.profile_tables import FIGURE_NAMES, REFERENCE_MIXER
 from gma_bench.report.profiles import profile, relative_times
 from gma_bench.report.stats import FEW, Interval, mean_interval, t_interval
 from gma_bench.report.tables import Results
+from gma_bench.results import growth
 
 Outcome = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 REPRODUCED: Outcome = "reproduced"

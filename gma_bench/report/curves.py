@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from gma_bench.profiling.growth import crossing, fit
 from gma_bench.report.groups import Record, is_number
 from gma_bench.report.paper import Paper
 from gma_bench.report.profiles import curve
 from gma_bench.report.stats import mean, std
 from gma_bench.report.style import COLUMN_INCHES, RC, looks
 from gma_bench.report.tables import Results
+from gma_bench.results.growth import crossing, fit
 from gma_bench.results.store import write_atomic
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gma_bench.profiling.growth import fit
 from gma_bench.report.groups import Group, is_number
 from gma_bench.report.profiles import Rows, curve, relative_times
 from gma_bench.report.stats import FEW, mean, mean_interval, std
 from gma_bench.report.table import Cell, Column, Kind, Row, Table
 from gma_bench.report.tables import MIB, Results, over_seeds
+from gma_bench.results.growth import fit
 
 MOST_LENGTHS = 6
 TRAINING_PASS = ["forward_backward"]

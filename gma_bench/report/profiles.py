@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from gma_bench.profiling.growth import select
 from gma_bench.report.groups import is_number
 from gma_bench.report.tables import Results
+from gma_bench.results.growth import select
 
 Rows = list[dict[str, Any]]
 

@@ -16,7 +16,7 @@ from gma_bench.errors import UserError
 from gma_bench.profiling.cost import StepCost, step_cost
 from gma_bench.profiling.flops import peak_flops_per_s
 from gma_bench.run.compose import CONF, is_trained
-from gma_bench.run.plan import Cell
+from gma_bench.run.plan import Cell, grid
 
 GPU_COUNTS = (1, 8, 64)
 
@@ -62,6 +62,11 @@ def plan(cells: Sequence[Cell]) -> list[Plan]:
         hours = cost.flops * config.training.steps / rate / 3600 if rate else None
         plans.append(Plan(task, mixer, len(group), config.training.steps, cost, hours))
     return plans
+
+
+def dry_run(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
+    """Compose, check, build and cost every cell of the grid, and run none."""
+    return show(grid([o for o in overrides if not o.startswith("hydra")], only))
 
 
 def show(cells: Sequence[Cell]) -> int:

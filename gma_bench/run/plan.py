@@ -323,10 +323,3 @@ def _is_running(cell: Cell) -> bool:
         return False
     with locked(cell.lock, wait=False) as free:
         return not free
-
-
-def dry_run(overrides: Sequence[str], only: Sequence[str] = ()) -> int:
-    """Compose, check, build and cost every cell of the grid; see :mod:`gma_bench.run.dry_run`."""
-    from gma_bench.run.dry_run import show
-
-    return show(grid([o for o in overrides if not o.startswith("hydra")], only))

@@ -18,6 +18,10 @@ Batch = dict[str, Tensor]
 """``tokens (B, N)`` int64, ``mask (B, N)`` bool with True = a real token, ``target`` (as the task says)."""
 
 
+NOT_ARGUMENTS = ("name", "procedure", "form")
+"""Keys of a task's file that are not its constructor's: what the harness reads of it."""
+
+
 class Task(L.LightningDataModule):
     """A data set with a loss and metrics. The training loop knows tasks only through this.
 

@@ -33,7 +33,7 @@ from gma_bench.mixer import state_bytes
 from gma_bench.mixer.model import SequenceModel, build_model, count_parameters
 from gma_bench.results import Outcome
 from gma_bench.results.store import require_disk
-from gma_bench.task import Batch, Task
+from gma_bench.task import NOT_ARGUMENTS, Batch, Task
 from gma_bench.task.loading import EvaluationBatches
 from gma_bench.train.checkpoints import DamagedCheckpoint, SealedCheckpointIO, load_checkpoint
 from gma_bench.train.sharding import ShardedStrategy, gathered, is_sharded, load_whole, shard
@@ -42,8 +42,6 @@ T = TypeVar("T")
 
 TRIM_STEPS = 100
 """Batches of ever new lengths tear the heap: the free pieces between them go back so often."""
-
-NOT_TASK_ARGUMENTS = ("name", "procedure", "form")
 
 
 class Diverged(Exception):
@@ -84,7 +82,7 @@ def _build_task(config: DictConfig) -> Task:
             f"must be a multiple of devices × accumulate = {world_size * training.accumulate}",
             f"training.batch_size={world_size * training.accumulate * 8}",
         )  # fmt: skip
-    own = {k: v for k, v in config.task.items() if k not in NOT_TASK_ARGUMENTS}
+    own = {k: v for k, v in config.task.items() if k not in NOT_ARGUMENTS}
     try:
         task: Task = instantiate(
             own,

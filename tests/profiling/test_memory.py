@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from gma_bench.mixer import Mixer
 from gma_bench.profiling import memory
-from gma_bench.profiling.growth import growth_of
 from gma_bench.profiling.storages import StorageTracker
 from gma_bench.profiling.subject import Subject, build_subject, form_of
+from gma_bench.results.growth import growth_of
 from gma_bench.run.compose import choices, compose
 
 MIXERS = [name for name in choices("mixer") if name != "external"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gma_bench.profiling.growth import crossing, fit, growth_of
+from gma_bench.results.growth import crossing, fit, growth_of
 
 LENGTHS = [2**i for i in range(8, 21)]
 

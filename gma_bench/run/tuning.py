@@ -2,7 +2,7 @@
 
     gma-bench run -m task=listops mixer=gma,sdpa training.lr=0.001,0.002 … \\
         training.test=false results_dir=tuning
-    python -m gma_bench.train.tuning tuning mini
+    python -m gma_bench.run.tuning tuning mini
 
 The first runs the search, the second writes each cell's best rate into ``conf/tuned.yaml``.
 """
@@ -62,7 +62,7 @@ def write(scale: str, chosen: dict[str, dict[str, float]], path: Path = TUNED) -
 
 def main() -> None:
     """Choose and write."""
-    options = argparse.ArgumentParser(prog="python -m gma_bench.train.tuning", description=__doc__)
+    options = argparse.ArgumentParser(prog="python -m gma_bench.run.tuning", description=__doc__)
     options.add_argument("results_dir", type=Path)
     options.add_argument("scale")
     given = options.parse_args()
