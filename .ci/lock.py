@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = "gma-bench"
 RUN_EXTRAS = ("data", "kernels")
 """The optional parts that `make reproduce` installs. Torch's CUDA build pins triton; its CPU build does not."""
-NOT_LOCKED = {canonicalize_name(name) for name in (PROJECT, "pip", "setuptools", "wheel")}
+NOT_LOCKED = {canonicalize_name(name) for name in (PROJECT, "pip", "wheel")}
 
 
 def closure(roots: list[Requirement]) -> set[str]:

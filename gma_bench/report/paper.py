@@ -12,7 +12,10 @@ from gma_bench.errors import UserError
 from gma_bench.results import read_bounded
 from gma_bench.results.validate import implausible
 
-DEFAULT = Path(__file__).parents[2] / "results" / "paper.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = (ROOT / "gma_bench" / "paper" / "paper.yaml", ROOT / "results" / "paper.yaml")
+DEFAULT = next((file for file in PLACES if file.exists()), PLACES[-1])
+"""In an installed package, or in a checkout."""
 
 
 @dataclass(frozen=True)

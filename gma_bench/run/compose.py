@@ -31,7 +31,8 @@ warnings.filterwarnings(
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf"
+CONF = next(f for f in (ROOT / "gma_bench" / "conf", ROOT / "conf") if f.is_dir())
+"""In an installed package, or in a checkout."""
 GROUPS = ("task", "mixer", "scale", "trainer", "logger")
 CLOSED_NODES = ("", "task", "model", "training", "trainer")
 """Where no key may be added: a mixer of one's own has settings that no file names, these have none."""
