@@ -50,8 +50,8 @@ def main() -> None:
     """Write ``requirements.lock`` and ``requirements-dev.lock``."""
     installed = {canonicalize_name(d.metadata["Name"]) for d in distributions()} - NOT_LOCKED
     run = closure([Requirement(f"{PROJECT}[{','.join(RUN_EXTRAS)}]")]) & installed
-    (ROOT / "requirements.lock").write_text(pins(run))
-    (ROOT / "requirements-dev.lock").write_text(pins(installed - run))
+    (ROOT / "requirements.lock").write_text(pins(run), encoding="utf-8")
+    (ROOT / "requirements-dev.lock").write_text(pins(installed - run), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -302,7 +302,7 @@ def main() -> int:
         "timings": timed,
     }
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(record, indent=1))
+    chosen.out.write_text(json.dumps(record, indent=1), encoding="utf-8")
     failed = [row for row in checked if not (row["repeats"] and row["within"])]
     if failed:
         show("FAILED", failed)

@@ -33,10 +33,12 @@ def main(results: Path, experiments: Path) -> None:
         if not source.exists():
             sys.exit(f"{source} is missing; run: make reproduce")
         # Headings of a table file would break the README's own outline.
-        text = re.sub(r"^#+ (.*)$", r"**\1**", source.read_text().strip(), flags=re.MULTILINE)
+        text = re.sub(
+            r"^#+ (.*)$", r"**\1**", source.read_text(encoding="utf-8").strip(), flags=re.MULTILINE
+        )
         return f"{block[1]}\n{text}\n\n{block[3]}"
 
-    README.write_text(BLOCK.sub(fill, README.read_text()))
+    README.write_text(BLOCK.sub(fill, README.read_text(encoding="utf-8")), encoding="utf-8")
     publish(results / "runs", REFERENCE / results.name / "runs")
     publish(experiments / "mini" / "runs", REFERENCE / "experiments" / "mini" / "runs")
 

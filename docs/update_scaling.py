@@ -24,7 +24,8 @@ def main() -> None:
     )
     lines = "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
     text = f"\n```\n$ {COMMAND}\n{lines}\n```\n\n"
-    PAGE.write_text(BLOCK.sub(lambda block: block[1] + text + block[2], PAGE.read_text()))
+    filled = BLOCK.sub(lambda block: block[1] + text + block[2], PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(filled, encoding="utf-8")
 
 
 if __name__ == "__main__":

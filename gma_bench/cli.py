@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +96,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns 0; 1 when a cell or a check failed; 2 for a user's mistake; 130/143 when stopped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that has no × shows ? and goes on
+            stream.reconfigure(errors="replace")
     options = parse(arguments)
     try:
         return COMMANDS[options.command](options)

@@ -176,7 +176,7 @@ def _read(folder: Path) -> Entry | None:
     if not folder.exists():
         return None
     try:
-        header = json.loads((folder / "header.json").read_text())
+        header = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         restamped = False
         for name, about in header["arrays"].items():
             path = folder / f"{name}.bin"

@@ -363,7 +363,9 @@ def _cached(
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
     """What the cache says of itself; ``None`` when there is none, or when a file does not agree."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+        manifest: dict[str, Any] = json.loads(
+            (folder / "manifest.json").read_text(encoding="utf-8")
+        )
         for name in ARRAYS:
             if sha256_file(folder / f"{name}.npy") != manifest["sha256"][name]:
                 raise ValueError(f"{name}.npy has another checksum")

@@ -94,7 +94,9 @@ def render(analysis: Analysis, values: Values, pictures: list[Picture]) -> str:
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     # Written here, not by anybody else: these are the only texts that go in unescaped.
-    style, script = (Markup((TEMPLATES / name).read_text()) for name in ("page.css", "page.js"))
+    style, script = (
+        Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")
+    )
     paper = read_paper(values.results_dir)
     return environment.get_template("interpretability.html.j2").render(
         values=values,

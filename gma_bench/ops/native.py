@@ -86,7 +86,7 @@ def library() -> ctypes.CDLL:
     found = compiler()
     if not found or os.name != "posix":
         raise Unavailable("no C++ compiler was found (CXX, c++ or g++)")
-    parts = SOURCE.read_text(), *FLAGS, *found, compiler_version(), processor()
+    parts = SOURCE.read_text(encoding="utf-8"), *FLAGS, *found, compiler_version(), processor()
     name = f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"gma_bench-{os.getuid()}"):
         try:
@@ -109,7 +109,7 @@ def cache_folder() -> Path:
 def processor() -> str:
     """What tells processors apart that want code of their own; home directories may be shared."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return " ".join(os.uname())
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))

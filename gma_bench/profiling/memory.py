@@ -209,7 +209,7 @@ def available_bytes(budget_gib: float, device: torch.device) -> int:
 
 def _lines(path: str) -> list[str]:
     file = Path(path)
-    return file.read_text().splitlines() if file.exists() else []
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 def extrapolate(

@@ -291,4 +291,4 @@ def _clock_mhz(device: torch.device) -> float | None:
 
 def _cpuinfo() -> list[str]:
     file = Path("/proc/cpuinfo")
-    return file.read_text().splitlines() if file.exists() else []
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []

@@ -59,7 +59,7 @@ def draw(records: list[dict[str, Any]], folder: Path, paper: Paper) -> list[Path
     """The scaling figures, drawn again only when what they are drawn from has changed."""
     stamp, inputs = folder / "figures" / ".inputs.json", digest(records, paper)
     try:
-        known = json.loads(stamp.read_text())
+        known = json.loads(stamp.read_text(encoding="utf-8"))
         files = [folder / "figures" / name for name in known["files"]]
         if known["inputs"] == inputs and all(file.is_file() for file in files):
             return files

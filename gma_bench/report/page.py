@@ -38,7 +38,9 @@ def page(
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     # Written here, not by anybody else: these are the only texts that go in unescaped.
-    style, script = (Markup((TEMPLATES / name).read_text()) for name in ("page.css", "page.js"))
+    style, script = (
+        Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")
+    )
     learning = [
         (results.paper.label(task), [charts.drawn(chart) for chart in found])
         for task, found in charts.learning(results)

@@ -70,7 +70,7 @@ def machine(device: str | None = None, threads: int | None = None) -> dict[str, 
 def cpu_name() -> str:
     """The processor's name as the system gives it."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()

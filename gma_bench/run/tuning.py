@@ -51,8 +51,8 @@ def choose(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def write(scale: str, chosen: dict[str, dict[str, float]], path: Path = TUNED) -> None:
     """Put the rates of a scale into ``conf/tuned.yaml``; its comments and other scales stay."""
-    head = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    content = yaml.safe_load(path.read_text())
+    head = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
     rates = content["lr"].setdefault(scale, {})
     for task, mixers in chosen.items():
         rates.setdefault(task, {}).update(mixers)
