@@ -132,7 +132,13 @@ ROW = _dict_of(
         _or_null(_size),
     ),
 )  # fmt: skip
-"""A row of a profile or of the components of a mixer."""
+"""The columns of a row of a profile or of the components of a mixer."""
+
+
+def _row(value: Any) -> bool:
+    """Such a row; one that measures a sweep over lengths has a length."""
+    return ROW(value) and ("sweep" not in value or "seq_len" in value)
+
 
 FIELDS: dict[str, Check] = {
     "task": _text,
@@ -147,7 +153,7 @@ FIELDS: dict[str, Check] = {
     "metric": _text,
     "split": _text,
     "metrics": _dict_of(_dict_of(_or_null(is_number))),
-    "rows": _list_of(ROW),
+    "rows": _list_of(_row),
     "curves": _dict_of(_list_of(_or_null(is_number))),
     "data": _dict_of(
         _anything, **dict.fromkeys(("name", "source", "fingerprint"), _or_null(_text))
