@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from gma_bench.errors import DataError, SettingError, UserError
+from gma_bench.results.store import sha256_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,7 +40,7 @@ class Shard(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where rows come from. ``identity`` changes when the files do, without reading them."""
+    """Where rows come from. ``identity`` changes when what the files hold does."""
 
     name: str
     identity: str
@@ -95,8 +96,8 @@ def local_source(data_dir: str | Path, config: str, cache_dir: Path) -> Source:
             f"task.data_dir={data_dir} holds no train-*.parquet, neither itself nor in {config}/ "
             f"or data/; it holds {there}. Lay it out as the hub does"
         )
-    stamps = [
-        f"{split} {path} {path.stat().st_size} {path.stat().st_mtime_ns}"
+    contents = [
+        f"{split} {path.name} {sha256_file(path)}"
         for split, paths in sorted(files.items())
         for path in paths
     ]
@@ -106,7 +107,7 @@ def local_source(data_dir: str | Path, config: str, cache_dir: Path) -> Source:
 
     return Source(
         folder.name,
-        "\n".join(stamps),
+        "\n".join(contents),
         lambda: {split: [shard(path) for path in paths] for split, paths in files.items()},
     )
 
@@ -131,7 +132,8 @@ def _read_parquet(path: Path, cache_dir: Path) -> Dataset:
             "parquet",
             data_files={"train": [_literal(path)]},
             split="train",
-            cache_dir=str(cache_dir / "datasets"),
+            # Its own cache knows a file by size and time alone.
+            cache_dir=str(cache_dir / "datasets" / sha256_file(path)[:16]),
         )
     except DataError:
         raise

@@ -15,7 +15,8 @@ from typing import BinaryIO
 import pytest
 
 from gma_bench.errors import UserError
-from gma_bench.results.store import locked, require_disk, sha256_tree, write_atomic
+from gma_bench.results import store
+from gma_bench.results.store import locked, require_disk, sha256_file, sha256_tree, write_atomic
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
@@ -117,3 +118,33 @@ def test_a_lock_file_that_was_left_behind_is_free_whatever_its_age(tmp_path: Pat
         os.utime(lock, (age, age))
         with locked(tmp_path / "x", wait=False) as free:
             assert free
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [".DS_Store", "Thumbs.db", "desktop.ini", ".cache/huggingface/x", "._a.tsv", "a.tsv.lock"],
+)
+def test_stray_files_are_no_data(tmp_path: Path, stray: str) -> None:
+    (tmp_path / "a.tsv").write_text("data")
+    before = sha256_tree(tmp_path)
+    (tmp_path / stray).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / stray).write_text("not data")
+    assert sha256_tree(tmp_path) == before
+    (tmp_path / "b.tsv").write_text("data")
+    assert sha256_tree(tmp_path) != before
+
+
+def test_a_digest_is_of_the_content_whatever_size_and_time_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SETTLED_S", -1.0)  # remember at once
+    path = tmp_path / "file"
+    path.write_text("one")
+    stamp = path.stat()
+    first = sha256_file(path)
+    assert sha256_file(path) == first
+    time.sleep(0.02)
+    path.write_text("two")
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert path.stat().st_mtime_ns == stamp.st_mtime_ns
+    assert sha256_file(path) != first

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,23 +18,55 @@ from gma_bench.errors import UserError
 CHUNK_BYTES = 1 << 20
 
 
+SETTLED_S = 2.0
+"""A file changed less long ago may change again within one tick of its file system's clock."""
+_known: dict[tuple[str, int, int, int, int, int], str] = {}
+
+
 def sha256_file(path: Path | str) -> str:
-    """Hex digest of a file's bytes, read in blocks."""
+    """Hex digest of a file's bytes, read in blocks; read again only when its metadata changed.
+
+    The time of the last change of metadata (ctime) is part of them: tools that set a file's
+    modification time back do not set that one.
+    """
+    found = os.stat(path)
+    key = (
+        str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns,
+    )  # fmt: skip
+    if key in _known:
+        return _known[key]
+    asked = time.time()
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(CHUNK_BYTES):
             digest.update(block)
+    if asked - max(found.st_mtime, found.st_ctime) > SETTLED_S:
+        _known[key] = digest.hexdigest()
     return digest.hexdigest()
 
 
+STRAY_NAMES = ("Thumbs.db", "desktop.ini")
+STRAY_SUFFIXES = (".lock", ".tmp", ".part", "~")
+
+
+def is_stray(relative: Path) -> bool:
+    """Whether a file in a data folder is no data: hidden, a desktop's, a lock or half a download."""
+    hidden = any(part.startswith(".") for part in relative.parts)
+    return hidden or relative.name in STRAY_NAMES or relative.name.endswith(STRAY_SUFFIXES)
+
+
 def sha256_tree(path: Path | str) -> str:
-    """Hex digest of a file, or of every file below a folder with its relative name, in order."""
+    """Hex digest of a file, or of every file below a folder with its relative name, in order.
+
+    Stray files (:func:`is_stray`) do not count; links are followed.
+    """
     path = Path(path)
     if path.is_file():
         return sha256_file(path)
     digest = hashlib.sha256()
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        digest.update(f"{file.relative_to(path)}\0{sha256_file(file)}\n".encode())
+        if not is_stray(relative := file.relative_to(path)):
+            digest.update(f"{relative}\0{sha256_file(file)}\n".encode())
     return digest.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -51,6 +52,23 @@ def test_every_document_is_fed_once_as_its_bytes(tmp_path: Path) -> None:
     assert set(documents(task, "train")) | set(documents(task, "val")) == written
     assert len(task.data["train"]) + len(task.data["val"]) == len(written)
     assert task.classes == ["0", "1"]
+
+
+def test_data_replaced_at_the_same_size_and_time_are_new_data(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "data")
+    path = folder / "train-00000-of-00001.parquet"
+    before, stamp = make(tmp_path, data_dir=str(folder), max_length=1000), path.stat()
+    labels = dict(documents(before, "train"))
+    frame = pd.read_parquet(path)
+    frame.assign(label=1 - frame.label).to_parquet(path)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (stamp.st_size, stamp.st_mtime_ns)
+    after = make(tmp_path, data_dir=str(folder), max_length=1000)
+    assert after.fingerprint != before.fingerprint
+    flipped = dict(documents(after, "train"))
+    shared = labels.keys() & flipped.keys()
+    assert shared
+    assert all(flipped[text] == 1 - labels[text] for text in shared)
 
 
 def test_batches_hold_shifted_bytes_padding_and_mask(tmp_path: Path) -> None:
