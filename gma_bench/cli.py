@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that has no × shows ? and goes on
             stream.reconfigure(errors="replace")
+    os.environ["MPLBACKEND"] = "Agg"  # a notebook's backend is not there for its subprocesses
     options = parse(arguments)
     try:
         return COMMANDS[options.command](options)

@@ -14,6 +14,7 @@ import pandas as pd
 
 from gma_bench.interpret import measures
 from gma_bench.interpret.analysis import Analysis
+from gma_bench.report.style import drawing
 from gma_bench.results.store import write_atomic
 
 if TYPE_CHECKING:
@@ -59,8 +60,6 @@ def draw(
         companion: softmax attention of another model on the first sequence, a layer ``(H, n, n)``.
         companion_about: what that model is, for the caption.
     """
-    import matplotlib as mpl
-
     layer, head = _telling_head(analysis)
     jobs: list[tuple[str, Callable[[], tuple[Figure, str]]]] = [
         ("usage", lambda: _usage(analysis)),
@@ -71,7 +70,7 @@ def draw(
     if analysis.text.categories:
         jobs.insert(1, ("categories", lambda: _categories(analysis, layer, head)))
     drawn = []
-    with mpl.rc_context(RC):  # type: ignore[arg-type]
+    with drawing(RC):
         for name, job in jobs:
             figure, caption = job()
             drawn.append(_save(figure, folder, name, caption))

@@ -14,7 +14,7 @@ from gma_bench.report.groups import Record, is_number
 from gma_bench.report.paper import Paper
 from gma_bench.report.profiles import curve
 from gma_bench.report.stats import mean, std
-from gma_bench.report.style import COLUMN_INCHES, RC, looks
+from gma_bench.report.style import COLUMN_INCHES, RC, drawing, looks
 from gma_bench.report.tables import Results
 from gma_bench.results.growth import crossing, fit
 from gma_bench.results.store import write_atomic
@@ -358,7 +358,6 @@ AXES_INCHES = 1.95
 
 def save(plot: Plot, folder: Path) -> list[Path]:
     """Draw a figure and write it in every format."""
-    import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -367,7 +366,7 @@ def save(plot: Plot, folder: Path) -> list[Path]:
         "pdf": {"Title": plot.title, "Subject": plot.caption, "CreationDate": None},
         "png": {"Title": plot.title, "Description": plot.caption},
     }
-    with mpl.rc_context(cast(Any, RC)):
+    with drawing(RC):
         canvas = Figure()
         FigureCanvasAgg(canvas)
         draw(plot, canvas)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 # Okabe & Ito, "Color Universal Design" (2008): told apart with every common colour blindness.
 # Their yellow is left out: on white paper a thin line in it cannot be seen.
@@ -53,6 +54,20 @@ RC: dict[str, Any] = {
     "pdf.fonttype": 42,
     "savefig.dpi": 300,
 }
+
+
+@contextmanager
+def drawing(settings: dict[str, Any]) -> Iterator[None]:
+    """Matplotlib with these settings over its own defaults while the body runs.
+
+    A user's ``matplotlibrc`` and styles have no say: the same records give the same figures.
+    """
+    import matplotlib as mpl
+
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        cast(Any, mpl.rcParams).update(settings)
+        yield
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 import shlex
 import warnings
@@ -71,7 +72,9 @@ def compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig
     Raises:
         SettingError, UserError: an unknown name or key, or a value that is not allowed.
     """
-    overrides = with_external_mixer(overrides)
+    overrides = with_external_mixer(with_literal_paths(overrides))
+    if os.environ.get("GMA_BENCH_CACHE") == "":
+        del os.environ["GMA_BENCH_CACHE"]  # empty is unset
     try:
         config = new_loader().load_configuration("config", list(overrides), RunMode.RUN)
     except (HydraException, ConfigLoadError, OmegaConfBaseException, ValueError) as error:
@@ -82,6 +85,26 @@ def compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig
         with open_dict(config):
             del config["hydra"]
     return config
+
+
+PATHS = ("results_dir", "cache_dir", "task.data_dir", "task.tokenizer_dir", "task.checkpoint")
+
+
+def with_literal_paths(overrides: Sequence[str]) -> list[str]:
+    """Take paths as they are written, whatever their signs mean to Hydra; ``~`` is one's home."""
+    return [_literal_path(o) if o.partition("=")[0] in PATHS else o for o in overrides]
+
+
+def _literal_path(override: str) -> str:
+    key, _, value = override.partition("=")
+    quote = value[:1]
+    if quote in ("'", '"') and value.endswith(quote) and len(value) > 1:
+        value = value[1:-1].replace(f"\\{quote}", quote)
+    elif value in ("", "null", "???") or "${" in value:
+        return override
+    value = os.path.expanduser(value)
+    plain = re.fullmatch(r"[\w./:@%+-]+", value, re.ASCII) is not None
+    return f"{key}={value}" if plain else f"{key}=" + "'" + value.replace("'", "\\'") + "'"
 
 
 def with_external_mixer(overrides: Sequence[str]) -> list[str]:

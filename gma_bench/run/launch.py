@@ -28,6 +28,7 @@ from gma_bench.run.compose import (
     resolved,
     run_id,
     with_external_mixer,
+    with_literal_paths,
 )
 from gma_bench.run.execute import record_failure, run_job
 
@@ -56,7 +57,10 @@ def sweep(overrides: Sequence[str]) -> int:
         0, or 1 when a cell failed (the others were run all the same).
     """
     hydra_overrides = [o for o in overrides if o.lstrip("+").startswith("hydra")]
-    jobs = expand(with_external_mixer([o for o in overrides if o not in hydra_overrides]))
+    own = [o for o in overrides if o not in hydra_overrides]
+    several = [o for o in own if "," in o]  # of paths too: a sweep over folders
+    literal = with_literal_paths([o for o in own if o not in several])
+    jobs = expand(with_external_mixer([*literal, *several]))
     return 1 if launch(jobs, hydra_overrides) else 0
 
 

@@ -40,6 +40,8 @@ from gma_bench.train.sharding import ShardedStrategy, gathered, is_sharded, load
 
 T = TypeVar("T")
 
+WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
+
 TRIM_STEPS = 100
 """Batches of ever new lengths tear the heap: the free pieces between them go back so often."""
 
@@ -540,7 +542,8 @@ def build_logger(config: DictConfig) -> Logger | None:
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")
-        mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+        if (mode := wandb_mode()) == "disabled":
+            return None
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         logger = instantiate(
             config.logger, id=config.run_id, name=config.run_id, save_dir=config.output_dir,
@@ -553,6 +556,18 @@ def build_logger(config: DictConfig) -> Logger | None:
         logger = instantiate(config.logger, save_dir=config.output_dir, name="", version="csv")
     logger.log_hyperparams(OmegaConf.to_container(config.resolved))
     return logger
+
+
+def wandb_mode() -> str:
+    """What W&B's own variables ask for; without them online where there is a key, else offline."""
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
+        return "disabled"
+    mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+    if mode not in WANDB_MODES:
+        raise SettingError(
+            "WANDB_MODE", mode, f"must be one of {', '.join(WANDB_MODES)}", "WANDB_MODE=offline"
+        )
+    return {"dryrun": "offline", "run": "online"}.get(mode, mode)
 
 
 def has_wandb_key() -> bool:
