@@ -211,15 +211,21 @@ def stop_after(step: int, signum: int, overrides: list[str]) -> subprocess.Compl
 
 
 @pytest.mark.parametrize(
-    ("signum", "step", "code"),
-    [(signal.SIGTERM, 6, 143), (signal.SIGINT, 4, 130), (signal.SIGKILL, 7, -9)],
-    ids=["SIGTERM", "SIGINT at a validation", "SIGKILL"],
-)
+    ("signum", "step", "code", "workers"),
+    [
+        (signal.SIGTERM, 6, 143, 0), (signal.SIGINT, 4, 130, 0), (signal.SIGKILL, 7, -9, 0),
+        (signal.SIGTERM, 6, 143, 2),
+    ],
+    ids=["SIGTERM", "SIGINT at a validation", "SIGKILL", "SIGTERM with loader workers"],
+)  # fmt: skip
 def test_a_stopped_run_ends_as_an_uninterrupted_one(
-    tiny: list[str], tmp_path: Path, signum: int, step: int, code: int
+    tiny: list[str], tmp_path: Path, signum: int, step: int, code: int, workers: int
 ) -> None:
     whole = run_cell(fresh(tiny, tmp_path / "whole"))
-    words = [*fresh(tiny, tmp_path / "parts"), "training.checkpoint_minutes=0"]
+    words = [
+        *fresh(tiny, tmp_path / "parts"), "training.checkpoint_minutes=0",
+        f"training.num_workers={workers}",
+    ]  # fmt: skip
     done = stop_after(step, signum, words)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr

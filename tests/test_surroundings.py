@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from gma_bench import task
 from gma_bench.cli import main
+from gma_bench.errors import UserError
 from gma_bench.results import load
 from gma_bench.run.compose import compose, with_literal_paths
 from gma_bench.run.execute import run_cell
@@ -98,3 +102,35 @@ def test_wandb_is_off_where_its_variables_say_so(
     assert record["status"] == "finished", record["error"]
     folder = next(o for o in tiny if o.startswith("results_dir=")).partition("=")[2]
     assert not list(Path(folder).rglob("*wandb*"))
+
+
+def test_a_users_own_tasks_module_hides_none_of_ours(tiny: list[str], tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "tasks.py").write_text("MINE = 1\n", encoding="utf-8")
+    (own / "mixers.py").write_text(
+        "from gma_bench.mixer import Mixer\n"
+        "class Mine(Mixer):\n"
+        "    def forward(self, x, mask=None):\n"
+        "        return x\n",
+        encoding="utf-8",
+    )
+    words = [o for o in tiny if not o.startswith("mixer=")]
+    path = os.pathsep.join([str(own), os.environ.get("PYTHONPATH", str(Path.cwd()))])
+    done = cli("run", *words, "training.steps=2", "mixer._target_=mixers.Mine", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert "test accuracy" in done.stdout
+
+
+def test_too_little_shared_memory_is_named(
+    tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not task.SHARED_MEMORY.is_dir():
+        pytest.skip("no /dev/shm")
+    usage = SimpleNamespace(total=4096, used=0, free=4096)
+    real = shutil.disk_usage
+    monkeypatch.setattr(
+        task.shutil, "disk_usage", lambda p: usage if p == task.SHARED_MEMORY else real(p)
+    )
+    with pytest.raises(UserError, match=r"training\.num_workers=2: .*/dev/shm has 4 KiB free"):
+        run_cell([*tiny, "training.num_workers=2"], keep_failure=False)

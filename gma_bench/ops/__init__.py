@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 
 import torch
 from torch import Tensor
@@ -118,9 +119,18 @@ def choose_backend(
     """
     if q.device.type == "cuda" and has_triton() and fused.why_not(q, v, means) is None:
         return "triton"
-    if native.why_not(q, k, v, means, variances, log_priors) is None:
+    reason = native.why_not(q, k, v, means, variances, log_priors)
+    if reason is None:
         return "native"
+    if reason == native.problem():
+        _say_plain(reason)
     return "chunked"
+
+
+@functools.cache
+def _say_plain(reason: str) -> None:
+    """Once a process: what is slower than it could be says so."""
+    warnings.warn(f"GMA runs in plain torch on this CPU, half as fast: {reason}", stacklevel=3)
 
 
 @functools.cache

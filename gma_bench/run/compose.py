@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import importlib.util
 import os
 import re
 import shlex
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,6 +55,23 @@ def default_choices() -> dict[str, str]:
     return {str(group): str(chosen[group]) for group in ("task", "mixer", "scale")}
 
 
+@functools.cache
+def claim_packages() -> None:
+    """Let ``tasks`` and ``baselines`` be this project's, whatever a user's folder calls its own files."""
+    for name in ("tasks", "baselines"):
+        file = ROOT / name / "__init__.py"
+        loaded = sys.modules.get(name)
+        if loaded is not None and getattr(loaded, "__file__", None) == str(file):
+            continue
+        spec = importlib.util.spec_from_file_location(
+            name, file, submodule_search_locations=[str(file.parent)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
 def new_loader() -> ConfigLoaderImpl:
     """A loader of ``conf/`` that touches no global state of Hydra's."""
     from hydra import version
@@ -72,6 +92,7 @@ def compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig
     Raises:
         SettingError, UserError: an unknown name or key, or a value that is not allowed.
     """
+    claim_packages()
     overrides = with_external_mixer(with_literal_paths(overrides))
     if os.environ.get("GMA_BENCH_CACHE") == "":
         del os.environ["GMA_BENCH_CACHE"]  # empty is unset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,11 +13,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
+from gma_bench.errors import SettingError
 from gma_bench.task.loading import EvaluationBatches, TrainingBatches
 
 Batch = dict[str, Tensor]
 """``tokens (B, N)`` int64, ``mask (B, N)`` bool with True = a real token, ``target`` (as the task says)."""
 
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFETCHED = 2
+"""Batches that a loader process keeps ready."""
 
 NOT_ARGUMENTS = ("name", "procedure", "form")
 """Keys of a task's file that are not its constructor's: what the harness reads of it."""
@@ -179,9 +185,26 @@ class Task(L.LightningDataModule):
         )
         return self._loader(split, batches)
 
+    def _require_shared_memory(self) -> None:
+        """Loader processes hand batches over in shared memory, and wait for ever where there is none."""
+        if not self.num_workers or not SHARED_MEMORY.is_dir():
+            return
+        batch_bytes = (
+            17 * self.max_length * max(self.batch_size // self.parts, self.eval_batch_size)
+        )
+        needed = self.num_workers * PREFETCHED * batch_bytes
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < needed:
+            raise SettingError(
+                "training.num_workers", self.num_workers,
+                f"loader processes need {needed >> 10:,} KiB of shared memory and {SHARED_MEMORY} has "
+                f"{free >> 10:,} KiB free (containers: --shm-size)", "training.num_workers=0",
+            )  # fmt: skip
+
     def _loader(
         self, split: str, batches: TrainingBatches | EvaluationBatches
     ) -> DataLoader[Batch]:
+        self._require_shared_memory()
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
             self.splits[split],
