@@ -22,12 +22,14 @@ from gma_bench.mixer import Mixer, zero_masked
 
 Truth = Literal["real", "padding"]
 
-SIZES: dict[str, tuple[str, ...]] = {
-    "d_model": ("d_model", "embed_dim", "dim", "hidden_size", "input_size", "n_embd"),
-    "num_heads": ("num_heads", "heads", "nhead", "n_heads", "n_head", "num_attention_heads"),
-    "head_dim": ("head_dim", "dim_head"),
-    "max_length": ("max_length", "max_len", "max_seq_len", "seq_len", "max_position_embeddings"),
-    "causal": ("causal", "is_causal"),
+SIZES: dict[str, frozenset[str]] = {
+    "d_model": frozenset(["d_model", "embed_dim", "dim", "hidden_size", "input_size", "n_embd"]),
+    "num_heads": frozenset(
+        ["num_heads", "heads", "nhead", "n_heads", "n_head", "num_attention_heads"]
+    ),
+    "head_dim": frozenset(["head_dim", "dim_head"]),
+    "max_length": frozenset(["max_length", "max_len", "max_seq_len", "seq_len"]),
+    "causal": frozenset(["causal", "is_causal"]),
 }
 """What a constructor's arguments are called that take one of the backbone's sizes."""
 SEQUENCES = ("key", "value", "keys", "values", "k", "v")
@@ -120,6 +122,8 @@ class LayerMixer(Mixer):
     Args:
         d_model, num_heads, causal, max_length: as for every :class:`Mixer`.
         layer: dotted name of a subclass of ``torch.nn.Module``.
+        part: the submodule of it that is the layer (``blocks.0.attention``), for layers that only the
+            model around them builds and initialises.
         arguments: of its constructor, beside those found by name. ``d_model``, ``num_heads``,
             ``head_dim``, ``max_length`` and ``causal`` as values stand for the sizes at hand; a
             mapping with ``_target_`` stands for an object of that class.
@@ -142,6 +146,7 @@ class LayerMixer(Mixer):
         max_length: int | None = None,
         *,
         layer: str,
+        part: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         call: Mapping[str, Any] | None = None,
         sequences: Sequence[str] | None = None,
@@ -158,37 +163,49 @@ class LayerMixer(Mixer):
             "d_model": d_model, "num_heads": num_heads, "head_dim": self.head_dim,
             "max_length": max_length, "causal": causal,
         }  # fmt: skip
-        given = constructor_arguments(kind, layer, sizes, arguments or {})
-        takes = named_parameters(kind, "forward")
-        found = mask or next((name for name in PADDING_MASKS if name in takes), None)
-        switched = any(name in given for name in SIZES["causal"])
+        self.arguments = arguments or {}
+        given = constructor_arguments(kind, layer, sizes, self.arguments)
+        self.built_with = {
+            name: value for name, value in given.items() if name not in self.arguments
+        }
+        self.layer = kind(**given)
+        if part is not None:
+            self.layer = _submodule(self.layer, layer, part)
+        takes = named_parameters(type(self.layer), "forward")
+        found = mask or _first(PADDING_MASKS, takes)
+        switched = not SIZES["causal"].isdisjoint(given)
+        later = None if switched else causal_mask or _first(CAUSAL_MASKS, takes)
         rest = call or {}
         self.how = Call(
-            sequences=_sequences(takes, layer, {*rest, found}) if sequences is None
+            sequences=_sequences(takes, layer, {*rest, found})
+            if sequences is None
             else tuple(sequences),
             mask=found,
             mask_true=mask_true or PADDING_MASKS.get(found or "", "real"),
-            causal_mask=causal_mask or (None if switched else _first(CAUSAL_MASKS, takes)),
-            causal_flag=None if switched or causal_mask or _first(CAUSAL_MASKS, takes)
-            else _first(CAUSAL_FLAGS, takes),
+            causal_mask=later,
+            causal_flag=None if switched or later else _first(CAUSAL_FLAGS, takes),
             batch_first=given.get("batch_first", True) if batch_first is None else batch_first,
             output=output,
             others={k: v for k, v in SPARED.items() if k in takes} | dict(rest),
-        )  # fmt: skip
-        self.layer = kind(**given)
-        self.arguments = given
-        if forms is None:
-            if not (switched or self.how.causal_mask or self.how.causal_flag):
-                self._require_form(["bidirectional"] if self._looks_ahead() else ["causal"], layer)
-        else:
+        )
+        self.longest = None if SIZES["max_length"].isdisjoint(given) else max_length
+        if forms is None and not (switched or later or self.how.causal_flag):
+            forms = ["bidirectional"] if self._looks_ahead() else ["causal"]
+        if forms is not None:
             self._require_form(forms, layer)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.longest is not None and x.shape[1] > self.longest:
+            raise SettingError(
+                "max_length", self.longest, f"the layer was built for no more, and got {x.shape[1]}",
+                f"task.max_length={x.shape[1]}",
+            )  # fmt: skip
         return zero_masked(self.how(self.layer, x, mask, self.causal), mask)
 
     def extra_repr(self) -> str:
         how = self.how
-        built = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        given = self.built_with | dict(self.arguments)
+        built = ", ".join(f"{name}={value}" for name, value in given.items())
         named = [f"{name}=x" for name in how.sequences]
         if how.mask:
             named.append(f"{how.mask}={'mask' if how.mask_true == 'real' else '~mask'}")
@@ -206,12 +223,16 @@ class LayerMixer(Mixer):
         like = next((t for t in tensors if t.is_floating_point()), torch.empty(0))
         if length < 2 or like.is_meta or isinstance(like, FakeTensor):
             return not self.causal
-        layer = copy.deepcopy(self.layer).eval()  # whatever a call leaves in it is left in the copy
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             x = torch.randn(1, length, self.d_model).to(like)
             other = torch.cat((x[:, :-1], -3 * x[:, -1:]), 1)
-            before, after = (self.how(layer, t, None, False)[:, :-1] for t in (x, other))
+            before, after = (  # whatever a call leaves in a layer is left in a copy
+                self.how(copy.deepcopy(self.layer).eval(), t, None, False)[:, :-1]
+                for t in (x, other)
+            )
+        if not (before.isfinite().all() and after.isfinite().all()):
+            return not self.causal
         return not torch.allclose(before, after, 1e-4, 1e-6)
 
     def _require_form(self, forms: Iterable[str], layer: str) -> None:
@@ -268,9 +289,11 @@ def constructor_arguments(
     """
     takes = named_parameters(kind, "__init__")
     found = {
-        name: sizes[size] for size, names in SIZES.items() for name in names
-        if name in takes and sizes[size] is not None
-    }  # fmt: skip
+        name: sizes[size]
+        for name in takes
+        for size, names in SIZES.items()
+        if name in names and sizes[size] is not None
+    }
     if "batch_first" in takes:
         found["batch_first"] = True
     found |= {str(name): _resolved(value, sizes) for name, value in own.items()}
@@ -294,6 +317,16 @@ def _resolved(value: Any, sizes: Mapping[str, Any]) -> Any:
     if isinstance(value, Sequence):
         return [_resolved(v, sizes) for v in value]
     return value
+
+
+def _submodule(model: nn.Module, layer: str, part: str) -> nn.Module:
+    try:
+        return model.get_submodule(part)
+    except AttributeError:
+        names = ", ".join(name for name, _ in model.named_modules() if name)
+        raise SettingError(
+            "mixer.part", part, f"{layer} has {names or 'no parts'}", "~mixer.part"
+        ) from None
 
 
 def _sequences(

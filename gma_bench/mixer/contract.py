@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -149,9 +151,13 @@ def _code(source: Source, form: Form, last: str) -> str:
     ))  # fmt: skip
 
 
-def _said(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+def _said(error: BaseException) -> str:
+    from hydra.errors import InstantiationException
+
+    if isinstance(error, InstantiationException) and error.__cause__:
+        error = error.__cause__
+    text = " ".join(" ".join(str(error).splitlines()[:2]).split())
+    return f"{type(error).__name__}: {text or 'no message'}"
 
 
 def check_config(config: DictConfig, *, as_json: bool = False) -> bool:
@@ -165,7 +171,8 @@ def check_config(config: DictConfig, *, as_json: bool = False) -> bool:
     """
     from rich.console import Console
 
-    found = list(check_layers(config))
+    with redirect_stdout(sys.stderr):  # layers of some packages print
+        found = list(check_layers(config))
     if as_json:
         rows = [{"mixer": name} | asdict(r) for name, results in found for r in results]
         print(json.dumps(rows, indent=1))
@@ -201,13 +208,23 @@ def check_layers(config: DictConfig) -> Iterator[tuple[str, list[CheckResult]]]:
 
 
 def _shape_of(build: Callable[..., Mixer]) -> str:
+    """What a mixer is like in the first of its forms.
+
+    Raises:
+        UserError: it refuses both, so that a setting is wrong.
+    """
+    refused: list[UserError] = []
     for causal in (False, True):
         try:
             return repr(
                 build(d_model=D_MODEL, num_heads=NUM_HEADS, causal=causal, max_length=MAX_LENGTH)
             )
+        except UserError as error:
+            refused.append(error)
         except Exception:  # the check itself reports it
             continue
+    if len(refused) == 2:
+        raise refused[0]
     return ""
 
 

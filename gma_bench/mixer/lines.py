@@ -232,9 +232,9 @@ def _gradients(subject: Subject, case: Case) -> str | None:
     for name, parameter in mixer.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.grad is None or (case.length > 1 and not parameter.grad.any()):
+        if case.length > 1 and (parameter.grad is None or not parameter.grad.any()):
             return f"no gradient for {name}"
-        if not parameter.grad.isfinite().all():
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
             return f"the gradient of {name} is not finite"
     return None
 

@@ -237,7 +237,9 @@ def resolved(config: DictConfig) -> dict[str, Any]:
         ("task", "procedure"),
     ):
         target = plain[node].get(key)
-        if isinstance(target, str) and (digest := sources_digest(target)):
+        if not isinstance(target, str) or target.startswith("torch."):
+            continue  # torch is six hundred files, and records name its version
+        if digest := sources_digest(target):
             plain[node][f"{key.strip('_')}{SOURCES}"] = digest
     return plain
 
