@@ -79,19 +79,16 @@ def section(layer: str, package: str, results: list[dict[str, Any]]) -> str:
     if layer.endswith(".yaml"):
         out += ["", f"```yaml\n{(DOCS.parent / layer).read_text(encoding='utf-8').strip()}\n```"]
     for form in FORMS:
-        counts = Counter(r["status"] for r in results if r["form"] == form)
-        absent = next(
-            (r["detail"] for r in results if r["form"] == form and r["line"] == "builds"
-             and r["status"] == "not applicable"), None,
-        )  # fmt: skip
-        failed = [r for r in results if r["form"] == form and r["status"] == "fail"]
-        if absent:
-            out += ["", f"{form}: not applicable ({absent})"]
+        own = [r for r in results if r["form"] == form]
+        builds, counts = own[0], Counter(r["status"] for r in own)
+        if builds["status"] == "not applicable":
+            out += ["", f"**{form}**: not applicable. {builds['detail']}"]
             continue
-        out += ["", f"{form}: {counts['pass']} pass, {counts['fail']} fail, "
-                    f"{counts['not applicable']} not applicable"]  # fmt: skip
-        if failed:
-            out += ["", *(f"- {r['line']}: `{r['detail']}`" for r in failed)]
+        said = ", ".join(
+            f"{counts[status]} {status}" for status in ("pass", "fail", "not applicable")
+        )
+        out += ["", f"**{form}**: {said}; {builds['detail']}.", ""]
+        out += [f"- {r['line']}: `{r['detail']}`" for r in own if r["status"] == "fail"]
     return "\n".join(out)
 
 
@@ -106,14 +103,14 @@ def main(what: str) -> None:
         sections.append(section(layer, package, results))
         cells = []
         for form in FORMS:
-            failed = sum(r["form"] == form and r["status"] == "fail" for r in results)
-            builds = next(r for r in results if r["form"] == form)
-            cells.append("–" if builds["status"] == "not applicable" else f"{failed} fail")
+            own = Counter(r["status"] for r in results if r["form"] == form)
+            has = own["pass"] or own["fail"]
+            cells.append(f"{own['pass']} pass, {own['fail']} fail" if has else "no such form")
         name = f"{package} {metadata.version(package)}"
         rows.append(f"| {results[0]['mixer']} | {name} | {' | '.join(cells)} |")
     with_what = (
         f"Python {platform.python_version()}, torch {metadata.version('torch')}, on a CPU; "
-        f"{len(LINES)} lines in each form."
+        f"{len(LINES)} lines in each form, and whether it builds."
     )
     fill(PAGE, {"audit": "\n\n".join((with_what, "\n".join(rows), *sections))})
 

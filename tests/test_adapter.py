@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +168,13 @@ PUBLIC = {
     "torch.nn.GRU": ("causal",),
     "torch.nn.LSTM": ("causal",),
     "x_transformers.Attention": ("bidirectional", "causal"),
+    "linformer.yaml": ("bidirectional",),
     "performer_pytorch.SelfAttention": ("bidirectional", "causal"),
     "nystrom_attention.NystromAttention": ("bidirectional",),
-    "linformer.yaml": ("bidirectional",),
-    "mambapy.yaml": ("causal",),
     "transformers_mamba.yaml": ("causal",),
     "transformers_mamba2.yaml": ("causal",),
     "transformers_rwkv.yaml": ("causal",),
+    "mambapy.yaml": ("causal",),
 }
 
 
@@ -190,6 +191,17 @@ def test_public_layers_have_the_forms_they_have(layer: str) -> None:
     assert not [r for r in results if r.status == "fail"]
     passed = {r.form for r in results if r.status == "pass"}
     assert passed == set(PUBLIC[file.name if file.suffix == ".yaml" else layer])
+
+
+def test_the_audit_is_of_these_layers_under_the_contract_as_it_is() -> None:
+    page = (ROOT / "docs/audit.md").read_text()
+    audited = re.findall(r"^gma-bench check layer=(\S+)$", page, re.MULTILINE)
+    assert [Path(layer).name if "/" in layer else layer for layer in audited] == list(PUBLIC)
+    assert f"{len(contract.LINES)} lines in each form" in page, "run docs/update_audit.py"
+    for file in filter(lambda name: name.endswith(".yaml"), PUBLIC):
+        assert (ROOT / "docs/layers" / file).read_text().strip() in page
+    named = {line.name for line in contract.LINES}
+    assert set(re.findall(r"^- ([^:]+): `", page, re.MULTILINE)) <= named
 
 
 def test_it_agrees_with_the_layer_called_by_hand() -> None:
