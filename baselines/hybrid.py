@@ -53,6 +53,16 @@ class Hybrid(Mixer):
         """Whether this layer's mixer keeps a state of constant size."""
         return self.mixer.constant_state
 
+    @property
+    def streaming(self) -> bool:  # type: ignore[override]
+        """Whether this layer's mixer streams."""
+        return self.mixer.streaming
+
+    @property
+    def overwrites_state(self) -> bool:  # type: ignore[override]
+        """Whether a step of this layer's mixer may write into the state it is given."""
+        return self.mixer.overwrites_state
+
     def tie(self, first: Mixer) -> None:
         if isinstance(first, Hybrid):
             self.mixer.tie(first.mixer)
@@ -66,3 +76,6 @@ class Hybrid(Mixer):
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
         return self.mixer.step(x_t, state)
+
+    def prefill(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        return self.mixer.prefill(x, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ class SDPA(Mixer):
     the sequence length wherever torch has a fused kernel, masks included; time is quadratic.
     Streaming keeps every key and value (a KV cache), so its state grows with the context.
     """
+
+    overwrites_state: ClassVar[bool] = True
 
     def __init__(
         self, d_model: int, num_heads: int, causal: bool = False, max_length: int | None = None

@@ -143,7 +143,7 @@ def _backward_flops(
 def _cuts(shape: torch.Size, state_size: int) -> Iterator[tuple[int, int, int]]:
     """First position, chunk length and number of chunks of each segment."""
     batch, n, width = shape
-    positions = max(1, min(n, SEGMENT_ELEMENTS // (batch * width * state_size)))
+    positions = max(1, min(n, SEGMENT_ELEMENTS // max(1, batch * width * state_size)))
     chunk = max(1, round(positions**0.5))
     chunks = -(-positions // chunk)
     for first in range(0, n, chunk * chunks):

@@ -21,6 +21,7 @@ examples:
   gma-bench run -m mixer=gma,sdpa hydra/launcher=joblib           … two at a time
   gma-bench run -m mixer=gma,sdpa hydra/launcher=submitit_slurm   … on a Slurm cluster
   gma-bench run mixer._target_=my_package.MyMixer                 a mixer of your own
+  gma-bench run layer=torch.nn.MultiheadAttention                 a layer of any package as the mixer
   gma-bench run --cfg task=listops                                print the configuration, run nothing
 """
 REPRODUCE_EXAMPLES = """\
@@ -40,6 +41,8 @@ CHECK_EXAMPLES = """\
 examples:
   gma-bench check mixer=gma
   gma-bench check mixer._target_=my_package.MyMixer
+  gma-bench check layer=torch.nn.MultiheadAttention               a layer of any package
+  gma-bench check layer=my_layer.yaml --json                      … called as a file says
 """
 
 
@@ -81,7 +84,8 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--against", type=Path, metavar="DIR", help="what changed since this results folder"
     )
-    add("check", "hold a mixer to the contract", CHECK_EXAMPLES)
+    check = add("check", "hold a mixer, or any layer, to the contract", CHECK_EXAMPLES)
+    check.add_argument("--json", action="store_true", help="print the results as JSON")
     return top
 
 
@@ -175,7 +179,7 @@ def check(options: argparse.Namespace) -> int:
     config = compose(options.overrides)
     from gma_bench.mixer.contract import check_config
 
-    return 0 if check_config(config) else 1
+    return 0 if check_config(config, as_json=options.json) else 1
 
 
 def show(options: argparse.Namespace) -> int:

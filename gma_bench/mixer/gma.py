@@ -191,23 +191,29 @@ class GaussianMixtureAttention(Mixer):
 
     def init_state(self, batch_size: int) -> State:
         """Empty slots: ``written (B, H, K, d_v)`` and ``mass (B, H, K)``."""
+        self.check_streaming()
         return streaming.init_state(batch_size, self._per_head(self.means), self.head_dim)._asdict()
 
     def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token: write its value, then read; the slots never grow.
-
-        Unless gradients are being recorded, ``state`` is updated in place.
-        """
-        x = x_t.unsqueeze(1)
-        out, after = streaming.step(
-            self.routing(x, "query").squeeze(2),
-            self.routing(x, "key").squeeze(2),
-            self.split_heads(self.v_proj(x)).squeeze(2),
-            *self._mixture(),
-            streaming.StreamingState(**state),
-            eps=self.eps,
-        )
+        """One token: write its value, then read; the slots never grow."""
+        self.check_streaming()
+        q, k, v = (t.squeeze(2) for t in self._project(x_t.unsqueeze(1)))
+        before = streaming.StreamingState(**state)
+        out, after = streaming.step(q, k, v, *self._mixture(), before, eps=self.eps)
         return self.out_proj(out.flatten(1)), after._asdict()
+
+    def prefill(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Tokens in chunks, with the outputs and the state that :meth:`step` would give."""
+        self.check_streaming()
+        self.check_input(x)
+        before = streaming.StreamingState(**(state or self.init_state(len(x))))
+        out, after = streaming.prefill(*self._project(x), *self._mixture(), before, eps=self.eps)
+        return self.out_proj(self.merge_heads(out)), after._asdict()
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Routing vectors as query and as key, and values, of each head."""
+        values = self.split_heads(self.v_proj(x))
+        return self.routing(x, "query"), self.routing(x, "key"), values
 
     def _route(self, projection: nn.Linear, x: Tensor) -> Tensor:
         routed = self.split_heads(projection(x))  # (B, H, N, d_r)

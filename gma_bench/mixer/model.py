@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from gma_bench.task import Task
 
 NOT_ARGUMENTS = ("name", "forms", "forms_reason", "reproduce")
-"""Keys of a mixer's file that are not its constructor's: what the harness reads of it."""
+"""Keys of a mixer's file that the harness reads; its constructor gets those that it names."""
 
 
 def build_mixer(
@@ -40,16 +41,14 @@ def build_mixer(
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
-    from omegaconf import OmegaConf
 
     target = mixer_class(config["_target_"])
     accepted = inspect.signature(target).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    own = {k: v for k, v in settings.items() if k not in NOT_ARGUMENTS and k != "_target_"}
+    own = own_settings(config, accepted)
+    hydras = {k: v for k, v in config.items() if str(k).startswith("_")}  # _recursive_ and the like
     for key in own:
-        hydras = key.startswith("_")  # _recursive_ and the like
-        if key not in accepted and not takes_any and not hydras:
+        if key not in accepted and not takes_any:
             allowed = ", ".join(
                 k for k in accepted if k not in ("d_model", "num_heads", "causal", "max_length")
             )
@@ -62,13 +61,22 @@ def build_mixer(
     layer = {"layer_index": layer_index} if "layer_index" in accepted else {}
     try:
         return instantiate(
-            {"_target_": config["_target_"], **own},
+            {**hydras, **own},
             d_model=d_model, num_heads=num_heads, causal=causal, max_length=max_length, **layer,
         )  # fmt: skip
     except InstantiationException as error:
         if isinstance(error.__cause__, UserError):  # the mixer's own words, not Hydra's around them
             raise error.__cause__ from None
         raise
+
+
+def own_settings(config: DictConfig, accepted: Collection[str]) -> dict[str, Any]:
+    """The arguments that a mixer's config gives its class, resolved; ``accepted`` are the class's."""
+    from omegaconf import OmegaConf
+
+    settings: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    ours = {k for k in settings if k.startswith("_") or (k in NOT_ARGUMENTS and k not in accepted)}
+    return {k: v for k, v in settings.items() if k not in ours}
 
 
 def mixer_class(path: str) -> type[Mixer]:

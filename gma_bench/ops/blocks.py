@@ -397,7 +397,10 @@ def responsibilities_backward(grad: Tensor, x: Tensor, gradients: MixtureGradien
         for span in spans(x.shape[2], tokens):
             block = take(source, span, mixture.dtype)
             gamma, features = mixture.responsibilities(block, magnitude=magnitude)
-            grad_logits = take(upstream, span, mixture.dtype).clone()
+            # one token of many sequences: a plain clone keeps strides that softmax_backward ignores
+            grad_logits = take(upstream, span, mixture.dtype).clone(
+                memory_format=torch.contiguous_format
+            )
             softmax_backward(grad_logits, gamma)
             gradients.backward(grad_logits, block, features, target[:, :, span])
     return grad_x

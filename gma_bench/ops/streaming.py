@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from gma_bench.ops.precision import full_precision
 from gma_bench.ops.reference import responsibilities
+
+CHUNK_SIZE = 128
+"""Tokens of a :func:`prefill` that read one another at once."""
 
 
 class StreamingState(NamedTuple):
@@ -44,8 +49,7 @@ def step(
         q, k: ``(B, H, d_r)``.
         v: ``(B, H, d_v)``.
         means, variances, log_priors, eps: as for :func:`gma_bench.ops.gma`.
-        state: from :func:`init_state` or the step before. It is updated in place, and returned,
-            unless gradients are being recorded; then a new one is.
+        state: from :func:`init_state` or the step before; it stays as it is.
 
     Returns:
         ``(B, H, d_v)`` in the dtype of ``v``, and the state after the token.
@@ -55,12 +59,51 @@ def step(
     both = responsibilities(torch.stack((q, k), 2).to(state.mass.dtype), *mixture)
     gamma_q, gamma_k = both.unbind(2)  # (B, H, K)
     value = v.to(state.written.dtype)
-    if torch.is_grad_enabled() and (gamma_k.requires_grad or state.written.requires_grad):
-        written = torch.addcmul(state.written, gamma_k.unsqueeze(-1), value.unsqueeze(-2))
-        state = StreamingState(written, state.mass + gamma_k)
-    else:
-        state.written.addcmul_(gamma_k.unsqueeze(-1), value.unsqueeze(-2))
-        state.mass.add_(gamma_k)
+    written = torch.addcmul(state.written, gamma_k.unsqueeze(-1), value.unsqueeze(-2))
+    state = StreamingState(written, state.mass + gamma_k)
     numerator = (gamma_q.unsqueeze(-2) @ state.written).squeeze(-2)
     denominator = (gamma_q * state.mass).sum(-1, keepdim=True) + eps
     return (numerator / denominator).to(v.dtype), state
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    log_priors: Tensor,
+    state: StreamingState,
+    *,
+    eps: float = 1e-6,
+) -> tuple[Tensor, StreamingState]:
+    """Consecutive tokens at once; equals a :func:`step` for each. Differentiable, in the state too.
+
+    Args:
+        q, k: ``(B, H, N, d_r)``.
+        v: ``(B, H, N, d_v)``.
+        means, variances, log_priors, eps: as for :func:`gma_bench.ops.gma`.
+        state: of the tokens before; it stays as it is.
+
+    Returns:
+        ``(B, H, N, d_v)`` in the dtype of ``v``, and the state after the last token.
+    """
+    dtype, mixture = state.mass.dtype, (means, variances, log_priors)
+    with full_precision():
+        gamma_q, gamma_k = (
+            torch.ops.gma_bench.responsibilities(t.to(dtype), *mixture) for t in (q, k)
+        )
+        # A value of one in every key adds the weights up: the denominator is one more column.
+        values = F.pad(v.to(dtype), (0, 1), value=1.0)
+        slots = torch.cat((state.written, state.mass.unsqueeze(-1)), -1)  # (B, H, K, d_v + 1)
+        sums = []
+        chunks = (t.split(CHUNK_SIZE, 2) for t in (gamma_q, gamma_k, values))
+        for readers, writers, written in zip(*chunks, strict=True):
+            affinity = (readers @ writers.transpose(-1, -2)).tril()
+            sums.append(affinity @ written + readers @ slots)
+            slots = slots + writers.transpose(-1, -2) @ written
+        both = torch.cat(sums, 2)
+        out = both[..., :-1] / (both[..., -1:] + eps)
+    return out.to(v.dtype), StreamingState(
+        slots[..., :-1].contiguous(), slots[..., -1].contiguous()
+    )

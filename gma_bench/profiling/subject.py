@@ -139,10 +139,11 @@ def resolve_mixer(mixer: DictConfig, **changes: Any) -> DictConfig:
 
 def form_of(mixer: DictConfig, causal: bool) -> bool:
     """Whether to build the mixer causal: as asked, or the only form it has."""
-    kind = get_class(mixer["_target_"])
-    if not causal and not getattr(kind, "supports_bidirectional", True):
+    kind: Any = get_class(mixer["_target_"])
+    forms = mixer.get("forms") or ("bidirectional", "causal")
+    if not causal and not (kind.supports_bidirectional and "bidirectional" in forms):
         return True
-    return causal and getattr(kind, "supports_causal", True)
+    return causal and kind.supports_causal and "causal" in forms
 
 
 def resolve_device(name: str) -> torch.device:

@@ -179,7 +179,7 @@ class _Cell:
                 runs.append(lambda: their_mixer.step(their_x, their_state))
             with torch.no_grad():
                 timing, other = self._compare(*runs)
-        except UnknownGrowth as error:
+        except (UnknownGrowth, NotImplementedError) as error:
             return row | {"status": "unavailable", "reason": str(error)}
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

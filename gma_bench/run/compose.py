@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gma_bench.errors import SettingError, UserError
 from gma_bench.results import config_hash, join_run_id
 from gma_bench.run import rules
+from gma_bench.run.layer import with_layer
 from gma_bench.run.rules import select
 from gma_bench.run.sources import sources_digest
 
@@ -130,6 +131,7 @@ def _literal_path(override: str) -> str:
 
 def with_external_mixer(overrides: Sequence[str]) -> list[str]:
     """Let ``mixer._target_=my_package.MyMixer`` stand for a mixer of its own, not for a changed GMA."""
+    overrides = with_layer(overrides)
     names = {o.split("=")[0].lstrip("+~") for o in overrides}
     if "mixer._target_" in names and "mixer" not in names:
         return ["mixer=external", *overrides]
@@ -249,9 +251,16 @@ def resolved(config: DictConfig) -> dict[str, Any]:
             if not Path(path).exists():
                 raise SettingError(f"task.{key}", path, "no such file or folder", fix)
             plain["task"][f"{key}_sha256"] = sha256_tree(path)
-    for node, key in (("mixer", "_target_"), ("task", "_target_"), ("task", "procedure")):
+    for node, key in (
+        ("mixer", "_target_"),
+        ("mixer", "layer"),
+        ("task", "_target_"),
+        ("task", "procedure"),
+    ):
         target = plain[node].get(key)
-        if isinstance(target, str) and (digest := sources_digest(target)):
+        if not isinstance(target, str) or target.startswith("torch."):
+            continue  # torch is six hundred files, and records name its version
+        if digest := sources_digest(target):
             plain[node][f"{key.strip('_')}{SOURCES}"] = digest
     return plain
 
