@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -247,14 +248,17 @@ def test_longer_than_it_was_built_for_is_refused() -> None:
         mixer(torch.randn(1, 9, 32))
 
 
-def test_check_from_the_command_line(my_layers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_from_the_command_line(
+    my_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", "scale=smoke", "layer=my_layers.KeepsItsState", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert {r["mixer"] for r in rows} == {"my_layers.KeepsItsState"}
     code = next(
         r["code"] for r in rows if r["line"] == "a call leaves nothing behind" and r["code"]
     )
-    exec(code, {})
+    (tmp_path / "script.py").write_text(code, encoding="utf-8")
+    runpy.run_path(str(tmp_path / "script.py"))
     assert "after another call" in capsys.readouterr().out
 
 

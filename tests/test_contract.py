@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -425,12 +426,13 @@ def test_check_exits_with_1_on_a_failure(
 
 
 def test_a_failure_is_printed_as_python_that_reproduces_it(
-    my_package: str, capsys: pytest.CaptureFixture[str]
+    my_package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["check", "scale=smoke", f"mixer._target_={my_package}.Leaky", "+mixer.gain=2"])
     said = capsys.readouterr().out
     script = said[said.index("from my_package import Leaky") :].partition("\n\n")[0]
-    exec(script, {})
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    runpy.run_path(str(tmp_path / "script.py"))
     assert capsys.readouterr().out.startswith("what is under the mask changes the output by")
 
 
