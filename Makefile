@@ -36,7 +36,7 @@ scaling: .venv/.ready ## memory and time against length and K, and their figures
 	@$(BIN)/gma-bench reproduce scale=$(SCALE) --only task=memory,throughput
 
 test: .venv/.ready-dev ## the tests, without the slow ones
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto
 
 test-all: .venv/.ready-dev ## the tests, slow ones too
 	@$(BIN)/python -m pytest -m "not timing"
